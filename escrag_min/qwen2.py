@@ -1,0 +1,286 @@
+"""Qwen-2.5 (arXiv 2412.15115), the policy and the body of the reward model: a decoder with RMSNorm, rotary positions,
+grouped-query attention with q/k/v bias, and SwiGLU. Parameter names are those of the published checkpoints.
+
+    x = x + W_o · Attention(rotary(W_q n + b_q), rotary(W_k n + b_k), W_v n + b_v),   n = RMSNorm(x)
+    x = x + W_down · (SiLU(W_gate n) * W_up n),                                       n = RMSNorm(x)
+
+Shapes: B rows, T tokens, H hidden, Q query heads, K key/value heads, D = head dimension, S keys, V vocabulary.
+Query head q reads key head q // (Q/K): with Q=4, K=2 the order is [0, 0, 1, 1].
+
+`forward` ends at the hidden states; `logits` turns those one wants into scores. What a token may attend to is one of:
+mask None (causal), a bool[T,T], or a Packed (packing.py: prompts with branches, attention tree by tree).
+"""
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from escrag_min.packing import Packed
+
+
+@dataclass
+class Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32768
+    raw: dict = field(default_factory=dict, repr=False)     # config.json as it was read, to be written back
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight, the mean in float32."""
+
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x):
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * x32.to(x.dtype)
+
+
+def rotary_table(positions, head_dim, theta):
+    """int[...] positions -> (cos, sin) float32[..., D]. In float32 whatever the model's dtype: bf16 has no position 257."""
+    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)          # [D/2]
+    angle = positions[..., None].float() * inverse                                                              # [...,D/2]
+    angle = torch.cat([angle, angle], dim=-1)                                                                   # [...,D]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding by halves: dimension i turns with dimension i + D/2. x [B,heads,T,D], cos and sin [B,1,T,D]."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
+def grouped_attention(q, k, v, mask=None, causal=False):
+    """q [B,Q,T,D], k and v [B,K,S,D] -> [B,Q,T,D]. Keys are shared by a group's queries as a view, not copied.
+
+    mask: bool, broadcastable to [B,1,T,S]; True = may attend.
+    """
+    b, heads, t, d = q.shape
+    kv_heads, s = k.shape[1:3]
+    group = heads // kv_heads
+    if t == 1:      # decoding: the group's queries stand where several tokens would, against one set of keys
+        out = F.scaled_dot_product_attention(q.view(b, kv_heads, group, d), k, v, attn_mask=mask)
+        return out.reshape(b, heads, t, d)
+    if group > 1:
+        k = k[:, :, None].expand(b, kv_heads, group, s, d)
+        v = v[:, :, None].expand(b, kv_heads, group, s, d)
+        if b == 1:  # [1,K,g,S,D] -> [K,g,S,D]: stride 0 over the group
+            out = F.scaled_dot_product_attention(q.view(kv_heads, group, t, d), k[0], v[0], attn_mask=mask, is_causal=causal)
+            return out.reshape(b, heads, t, d)
+        k, v = k.reshape(b, heads, s, d), v.reshape(b, heads, s, d)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+
+
+def tree_attention(q, k, v, packed):
+    """Attention of one packed sequence, tree by tree: q [1,Q,T,D], k and v [1,K,T,D] -> [1,Q,T,D].
+
+    The trunk attends to itself; each branch to trunk + itself, its last rows of a causal square.
+    """
+    out, start = [], 0
+    for trunk, branches in packed.shapes:
+        end = start + trunk
+        tk, tv = k[:, :, start:end], v[:, :, start:end]
+        out.append(grouped_attention(q[:, :, start:end], tk, tv, causal=True))
+        for length in branches:
+            rows = slice(end, end + length)
+            keys, values = torch.cat([tk, k[:, :, rows]], dim=2), torch.cat([tv, v[:, :, rows]], dim=2)
+            mask = torch.ones(length, trunk + length, dtype=torch.bool, device=q.device).tril(trunk)
+            out.append(grouped_attention(q[:, :, rows], keys, values, mask=mask))
+            end += length
+        start = end
+    return torch.cat(out, dim=2)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, self.heads * self.head_dim, bias=True)
+        self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=True)
+        self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=True)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, c.hidden_size, bias=False)
+
+    def forward(self, x, cos, sin, mask, cache, layer):
+        b, t, _ = x.shape
+        q = self.q_proj(x).view(b, t, self.heads, self.head_dim).transpose(1, 2)         # [B,Q,T,D]
+        k = self.k_proj(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)      # [B,K,T,D]
+        v = self.v_proj(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)      # [B,K,T,D]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.update(layer, k, v)                                             # [B,K,S,D]
+        if isinstance(mask, Packed):
+            out = tree_attention(q, k, v, mask)
+        else:
+            out = grouped_attention(q, k, v, mask=mask, causal=mask is None)
+        return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))                        # [B,T,H]
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, x, cos, sin, mask, cache, layer):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Body(nn.Module):
+    """Token ids to final hidden states; what Qwen2 and the reward model share (the `model.` of a checkpoint)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.checkpoint_blocks = False      # recompute each block in the backward pass: memory for time
+
+    def forward(self, tokens, positions=None, mask=None, cache=None):
+        """tokens int64[B,T] -> hidden [B,T,H]. A packed sequence is B=1 with mask=Packed; its positions are its own."""
+        if isinstance(mask, Packed):
+            if tokens.shape != (1, len(mask.tokens)):
+                raise ValueError(f"forward: a pack of {len(mask.tokens)} tokens needs tokens of shape "
+                                 f"[1, {len(mask.tokens)}], got {list(tokens.shape)}")
+            positions = mask.positions if positions is None else positions
+        elif cache is not None:
+            mask, cached_positions = cache.step(tokens.shape[1])
+            positions = cached_positions if positions is None else positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        cos, sin = rotary_table(positions.expand(tokens.shape), self.config.head_dim, self.config.rope_theta)
+        cos, sin = cos[:, None], sin[:, None]                                             # [B,1,T,D]
+        x = self.embed_tokens(tokens)                                                     # [B,T,H]
+        for layer, block in enumerate(self.layers):
+            if self.checkpoint_blocks and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, mask, cache, layer, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, mask, cache, layer)
+        return self.norm(x)
+
+
+class Qwen2(nn.Module):
+    """The language model: body and head. The head's weight is the embedding's where config.tie_word_embeddings."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = Body(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self):
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens, positions=None, mask=None, cache=None):
+        """tokens int64[B,T] -> hidden [B,T,H]; see Body.forward."""
+        return self.model(tokens, positions, mask, cache)
+
+    def logits(self, hidden):
+        """hidden [..., H] -> [..., V]"""
+        return self.lm_head(hidden)
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id, dtype=torch.float32, device="cpu"):
+        """A Hugging Face folder or Hub id of any Qwen-2.5 -> Qwen2. Missing or unexpected weights are an error."""
+        from escrag_min.checkpoint import load
+        return load(cls, path_or_hub_id, dtype, device)
+
+    def save_pretrained(self, path, tokenizer_from=None, dtype=None):
+        """Write a Hugging Face folder (see checkpoint.save)."""
+        from escrag_min.checkpoint import save
+        save(self, path, tokenizer_from, dtype)
+
+
+class KVCache:
+    """Keys and values of R rows that each keep their own length: rows are left-aligned and unpadded, column s of row r
+    is in use while s < lengths[r].
+
+    keys, values: per layer [R,K,S,D], S = capacity in tokens a row. Rows that are done leave through `keep`.
+    """
+
+    def __init__(self, config, rows, capacity, dtype=torch.float32, device="cpu"):
+        shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
+        # zeros, not empty: a masked column has weight 0, and 0 times what memory happens to hold may be NaN
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.rows = torch.arange(rows, device=device)
+        self.used = 0                                        # the longest row, in tokens
+
+    def step(self, t):
+        """Make room for t new tokens in every row -> (mask bool[R,1,t,S], positions [R,t]) for the forward pass."""
+        self.at = self.lengths[:, None] + torch.arange(t, device=self.lengths.device)            # [R,t]
+        self.lengths = self.lengths + t
+        self.used += t
+        if self.used > self.keys[0].shape[2]:
+            raise ValueError(f"KVCache: a row of {self.used} tokens does not fit its capacity of {self.keys[0].shape[2]}")
+        columns = torch.arange(self.used, device=self.lengths.device)
+        return (columns <= self.at[..., None])[:, None], self.at
+
+    def update(self, layer, k, v):
+        """k, v [R,K,t,D] of the new tokens -> keys and values of every token so far, [R,K,S,D]."""
+        keys, values, rows = self.keys[layer], self.values[layer], self.rows[:, None]
+        keys[rows, :, self.at] = k.transpose(1, 2)           # [R,t,K,D] into columns at[r,t]
+        values[rows, :, self.at] = v.transpose(1, 2)
+        n = len(self.rows)
+        return keys[:n, :, :self.used], values[:n, :, :self.used]
+
+    def fill(self, layer, k, v, spans, first_row, copies):
+        """Prefill: tokens start..end of a packed k, v [1,K,T,D] go to `copies` rows, span after span from first_row on."""
+        for i, (start, end) in enumerate(spans):
+            rows = slice(first_row + i * copies, first_row + (i + 1) * copies)
+            self.keys[layer][rows, :, :end - start] = k[:, :, start:end]
+            self.values[layer][rows, :, :end - start] = v[:, :, start:end]
+
+    def start(self, lengths, copies):
+        """After the prefill of every prompt: rows of lengths[i] tokens, `copies` of each."""
+        self.lengths = torch.tensor(lengths, device=self.lengths.device).repeat_interleave(copies)
+        self.used = max(lengths)
+
+    def keep(self, alive):
+        """Drop the rows whose alive bool[R] is False. A row from the end moves into each hole: one row's copy, not all.
+
+        -> int64[R']: which old row now stands in each row.
+        """
+        n = int(alive.sum())
+        order = torch.arange(len(alive), device=alive.device)
+        holes = order[:n][~alive[:n]]
+        order[holes] = order[n:][alive[n:]]
+        order = order[:n]
+        for store in (*self.keys, *self.values):
+            store[holes, :, :self.used] = store[order[holes], :, :self.used]
+        self.lengths = self.lengths[order]
+        self.rows = self.rows[:n]
+        self.used = int(self.lengths.max()) if n else 0
+        return order

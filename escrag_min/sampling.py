@@ -1,0 +1,132 @@
+"""Sampling with a key/value cache: each prompt is read once, its keys and values are handed to its samples.
+
+    y_t ~ softmax( z_t / temperature )  over the first vocab_size entries,  z_t = W_head · h_t          (draw)
+
+The prompts are prefilled as one pack without padding; each sampled row keeps its own length, and a row that has said a
+stop token leaves the cache, so that what is done costs nothing.
+
+Temperature 0 is the argmax. top-p and top-k change the distribution that is sampled, hence are off while training: the
+loss scores the policy on exactly what it was sampled from.
+"""
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from escrag_min.packing import pack, split_into_packs
+from escrag_min.qwen2 import KVCache
+
+PREFILL_TOKENS = 8192       # tokens a prefill pack may hold
+
+
+@dataclass
+class Completion:
+    tokens: list        # sampled ids, the stop token included where there is one
+    finished: bool      # a stop token was sampled (False: cut at max_new_tokens)
+
+
+def draw(logits, temperature=1.0, top_p=1.0, top_k=0, generator=None):
+    """One token a row: float[R,V] logits -> int64[R].
+
+    Inverse-CDF sampling: a uniform number falls into the cumulative distribution. In float64, since a float32 sum over
+    150k entries loses the rare ones; far cheaper than torch.multinomial.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits.double() / temperature
+    if top_k and top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[:, -1:]                          # [R,1]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probs = logits.softmax(dim=-1)                                               # [R,V]
+    if top_p < 1:       # the smallest set of likeliest tokens that holds top_p of the mass
+        ordered, index = probs.sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= top_p
+        probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
+    cdf = probs.cumsum(dim=-1)                                                   # [R,V]
+    u = torch.rand(len(cdf), 1, dtype=torch.float64, device=cdf.device, generator=generator)
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).squeeze(-1)      # first entry above u: never one of mass 0
+
+
+class _Prefill:
+    """What the packed forward pass sees as its cache: it hands each prompt's keys and values on to the prompt's rows."""
+
+    def __init__(self, cache, spans, first_row, copies):
+        self.cache, self.spans, self.first_row, self.copies = cache, spans, first_row, copies
+
+    def update(self, layer, k, v):
+        self.cache.fill(layer, k, v, self.spans, self.first_row, self.copies)
+        return k, v
+
+
+@torch.no_grad()
+def sample(model, prompts, samples_per_prompt=1, max_new_tokens=256, temperature=1.0, top_p=1.0, top_k=0, stop_tokens=(),
+           vocab_size=None, generator=None, progress=False, max_cache_tokens=65536):
+    """Complete each prompt samples_per_prompt times.
+
+    prompts            list of token id lists, of any lengths
+    vocab_size         ids that may be drawn: those below it (a checkpoint's last rows may be padding); None: all
+    generator          a torch.Generator on the model's device, for reproducible draws
+    progress           a tqdm bar over the new tokens
+    max_cache_tokens   rows · (prompt + new tokens) held at once; more prompts than that go in turns
+    -> list[list[Completion]], [len(prompts)][samples_per_prompt]
+    """
+    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+        raise ValueError(f"sample: temperature {temperature} must be >= 0, top_p {top_p} in (0, 1], top_k {top_k} >= 0")
+    if max_new_tokens < 1 or samples_per_prompt < 1:
+        raise ValueError(f"sample: max_new_tokens {max_new_tokens} and samples_per_prompt {samples_per_prompt} must be >= 1")
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    if longest > model.config.max_position_embeddings:
+        raise ValueError(f"sample: a prompt with {max_new_tokens} new tokens needs {longest} positions; the model has "
+                         f"{model.config.max_position_embeddings}")
+    together = max(1, max_cache_tokens // (longest * samples_per_prompt))
+    completions = []
+    bar = tqdm(total=max_new_tokens * -(-len(prompts) // together), desc="sampling", unit="tok", disable=not progress)
+    for start in range(0, len(prompts), together):
+        completions += _sample_together(model, prompts[start:start + together], samples_per_prompt, max_new_tokens,
+                                        temperature, top_p, top_k, stop_tokens, vocab_size, generator, bar)
+    bar.close()
+    return completions
+
+
+def _prefill(model, prompts, copies, capacity):
+    """-> (cache of len(prompts)·copies rows, hidden [rows,H] of each prompt's last token)"""
+    weight = model.model.norm.weight
+    cache = KVCache(model.config, len(prompts) * copies, capacity, weight.dtype, weight.device)
+    hidden, row = [], 0
+    for trees in split_into_packs([(p, []) for p in prompts], max(PREFILL_TOKENS, max(map(len, prompts)))):
+        packed = pack(trees).to(weight.device)
+        ends = torch.tensor([len(p) for p, _ in trees]).cumsum(0)
+        spans = [(end - len(p), end) for (p, _), end in zip(trees, ends.tolist())]
+        out = model(packed.tokens[None], mask=packed, cache=_Prefill(cache, spans, row, copies))    # [1,T,H]
+        hidden.append(out[0, ends.to(weight.device) - 1])                                           # [trees,H]
+        row += len(trees) * copies
+    cache.start([len(p) for p in prompts], copies)
+    return cache, torch.cat(hidden).repeat_interleave(copies, dim=0)
+
+
+def _sample_together(model, prompts, copies, max_new_tokens, temperature, top_p, top_k, stop_tokens, vocab_size, generator,
+                     bar):
+    cache, hidden = _prefill(model, prompts, copies, max(map(len, prompts)) + max_new_tokens)
+    rows = len(prompts) * copies
+    drawn = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=hidden.device)
+    length = torch.full((rows,), max_new_tokens, device=hidden.device)
+    finished = torch.zeros(rows, dtype=torch.bool, device=hidden.device)
+    stops = torch.tensor(stop_tokens, dtype=torch.long, device=hidden.device)
+    row = torch.arange(rows, device=hidden.device)      # which completion stands in each row of the cache
+    for step in range(max_new_tokens):
+        logits = model.logits(hidden)[:, :vocab_size]                            # [R,V]
+        token = draw(logits, temperature, top_p, top_k, generator)               # [R]
+        drawn[row, step] = token
+        bar.update()
+        stopped = torch.isin(token, stops)
+        if stopped.any():
+            length[row[stopped]] = step + 1
+            finished[row[stopped]] = True
+            order = cache.keep(~stopped)
+            row, token = row[order], token[order]
+        if not len(row) or step + 1 == max_new_tokens:
+            break
+        hidden = model(token[:, None], cache=cache)[:, 0]                        # [R,1,H] -> [R,H]
+    bar.update(max_new_tokens - step - 1)
+    done = [Completion(tokens[:n], f) for tokens, n, f in zip(drawn.tolist(), length.tolist(), finished.tolist())]
+    return [done[i:i + copies] for i in range(0, rows, copies)]
