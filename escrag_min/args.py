@@ -1,0 +1,61 @@
+"""A dataclass is the command line: each field an option, with its default, its type and a help line.
+
+    @dataclass
+    class Args:
+        lr: float = option(1e-6, "peak learning rate (ours)")
+
+    args = parse(Args, __doc__)        # --lr 3e-6; an unknown option is an error
+"""
+import argparse
+import os
+import sys
+import typing
+from dataclasses import field, fields
+
+
+def option(default, help, choices=None):
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def parse(cls, description, argv=None, prog=None):
+    """argv (None: the command line) -> cls. bool fields become --name / --no-name; the name's _ becomes -."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, cls)
+    return cls(**vars(parser.parse_args(argv)))
+
+
+def add_options(parser, cls):
+    types = typing.get_type_hints(cls)
+    for f in fields(cls):
+        kind = next(t for t in (typing.get_args(types[f.name]) or (types[f.name],)) if t is not type(None))
+        text = f.metadata["help"] + ("" if f.default in (None, "") else f" [{f.default}]")
+        name = "--" + f.name.replace("_", "-")
+        if kind is bool:
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+        else:
+            parser.add_argument(name, type=kind, default=f.default, choices=f.metadata["choices"], help=text,
+                                metavar=None if f.metadata["choices"] else {int: "N", float: "X", str: "S"}[kind])
+
+
+def check(ok, message):
+    """One sentence for the user where a value is not allowed."""
+    if not ok:
+        raise ValueError(message)
+
+
+def run_script(main):
+    """Run main(); bad input ends in one sentence and exit status 2, Ctrl-C in one line and 130.
+
+    ESCRAG_TRACEBACK=1 shows where it was raised.
+    """
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nstopped; what was saved is complete, and --resume goes on from the newest checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        if os.environ.get("ESCRAG_TRACEBACK"):
+            raise
+        print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,73 @@
+"""The reward model (paper §3): a scalar head on Qwen-2.5, trained on preference pairs by Bradley-Terry.
+
+    r(x, y)  = w · h_last                    h_last: hidden state of the reply's <|im_end|>             [R]
+    L_BT     = -log σ( r(x, y⁺) - r(x, y⁻) - margin )                                                   [B]
+
+x the dialogue (trunk), y a reply without its reasoning (branch): both replies of a pair share one trunk. It is saved as
+Qwen2ForSequenceClassification with one label, so that transformers loads it.
+"""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from escrag_min import checkpoint
+from escrag_min.packing import pack, split_into_packs
+from escrag_min.prompts import fitted_ids, reward_prompt
+from escrag_min.qwen2 import Body
+
+
+def bradley_terry_loss(chosen, rejected, margin=0.0):
+    """-log σ(chosen - rejected - margin), finite for any gap. Scores [B] in any float type -> float32[B], nats."""
+    return F.softplus(-(chosen.float() - rejected.float() - margin))
+
+
+class RewardModel(nn.Module):
+    """mean, std: of its scores on its own training replies, to standardise a reward; they travel in config.json."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = Body(config)
+        self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        statistics = config.raw.get("escrag_reward", {})
+        self.mean, self.std = statistics.get("mean", 0.0), statistics.get("std", 1.0)
+
+    def forward(self, packed):
+        """Packed -> float32[R]: one score a branch, read at the branch's last token; nothing else in the pack matters."""
+        hidden = self.model(packed.tokens[None], mask=packed)[0]             # [T,H]
+        with torch.autocast(hidden.device.type, enabled=False):              # the head in float32: bf16 scores tie
+            return F.linear(hidden[packed.last].float(), self.score.weight.float()).squeeze(-1)    # [R]
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id, dtype=torch.float32, device="cpu"):
+        """A saved reward model, or a language model whose head is new and zero. A reward model without its head is an error."""
+        folder = checkpoint.resolve(path_or_hub_id)
+        kinds = checkpoint.read_config(folder).raw.get("architectures") or []
+        fresh = "Qwen2ForSequenceClassification" not in kinds
+        return checkpoint.load(cls, folder, dtype, device, new=("score.weight",) if fresh else (),
+                               ignore=("lm_head.weight",) if fresh else ())
+
+    def save_pretrained(self, path, tokenizer_from=None, dtype=None):
+        checkpoint.save(self, path, tokenizer_from, dtype, architecture="Qwen2ForSequenceClassification", extra={
+            "num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0},
+            "escrag_reward": {"mean": self.mean, "std": self.std}})
+
+
+def reward_tree(tokenizer, dialogue, replies, limit):
+    """(prompt ids, [reply ids, ...]) as the reward model reads them, the same in training, as a reward and in evaluation.
+
+    limit: tokens for the whole of a prompt and its longest reply; the oldest turns are dropped to fit.
+    """
+    branches = [tokenizer.reply_ids(reply) for reply in replies]
+    prompt, _ = fitted_ids(tokenizer, reward_prompt, dialogue, limit - max(map(len, branches)))
+    return prompt, branches
+
+
+@torch.no_grad()
+def score_replies(model, tokenizer, items, limit=2048, tokens_per_batch=8192):
+    """[(dialogue, [replies]), ...] -> list of lists of float: standardised scores, (r - mean) / std."""
+    trees = [reward_tree(tokenizer, dialogue, replies, limit) for dialogue, replies in items]
+    device = model.score.weight.device
+    scores = torch.cat([model(pack(trees).to(device)) for trees in split_into_packs(trees, tokens_per_batch, split_trees=True)])
+    scores = iter(((scores - model.mean) / max(model.std, 1e-6)).tolist())
+    return [[next(scores) for _ in replies] for _, replies in items]

@@ -1,0 +1,93 @@
+"""The two-pass rollout (paper D, Algorithm 1), the same in training and at inference:
+
+    y₀          ~ π(· | x)                         initial response to the dialogue state x
+    e_1..e_n    = the n nearest exemplars to y₀    retrieval.py, by the reply part of y₀
+    y_1..y_G    ~ π(· | x, y₀, e)                  final responses; reward, advantage and loss are about these
+
+n = 0 is vanilla GRPO: one pass, y_i ~ π(· | x).
+
+By default one y₀ serves the whole group, so that all G final responses answer the same prompt, as the group baseline
+assumes (ours; the paper does not say). initial="rollout" draws one for each: then a group is G rollouts of one response.
+"""
+from dataclasses import asdict, dataclass
+
+from escrag_min.chat import split_think
+from escrag_min.prompts import fitted_ids, policy_prompt
+from escrag_min.sampling import sample
+
+
+@dataclass
+class Response:
+    tokens: list            # the sampled ids; training uses these, never a re-encoding of the text
+    finished: bool          # False: cut at max_new_tokens
+    text: str
+    reasoning: str
+    reply: str              # what the client sees, the reward model scores and retrieval searches for
+    well_formed: bool
+
+
+@dataclass
+class Rollout:
+    state: dict             # the record: "prompt" (messages), "id", "dialogue_id", ...
+    group: int              # index of the state in the batch
+    initial: Response | None
+    initial_prompt: list    # ids of pass 1; empty where n = 0
+    exemplars: list         # Hits, best first
+    prompt: list            # ids of the final pass
+    responses: list         # [G] Responses ([1] with initial="rollout")
+    turns_dropped: int      # old turns that did not fit the final prompt
+
+    def record(self):
+        """Everything, as JSON."""
+        value = asdict(self)
+        value["state"] = {k: self.state[k] for k in ("id", "dialogue_id", "prompt")}
+        return value
+
+
+def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retrieve=3, max_new_tokens=256, temperature=1.0,
+                     initial="group", prompt_limit=2048, generator=None, progress=False):
+    """Roll out a batch of dialogue states.
+
+    states          records with "prompt"
+    index           ExemplarIndex; not needed where retrieve is 0
+    retrieve        n, exemplars in the final prompt; 0: one pass
+    initial         "group": one initial response a state; "rollout": one for each of the G
+    prompt_limit    tokens a prompt may have; the oldest turns of the dialogue are dropped to fit
+    -> list[Rollout], the states in order; one a state, or group_size a state with initial="rollout"
+    """
+    if initial not in ("group", "rollout"):
+        raise ValueError(f'two_pass_rollout: initial={initial!r}; allowed: "group", "rollout"')
+    if retrieve < 0 or retrieve and index is None:
+        raise ValueError(f"two_pass_rollout: retrieve={retrieve} needs an exemplar index and must be >= 0")
+
+    def speak(prompts, copies):
+        completions = sample(model, prompts, copies, max_new_tokens, temperature, stop_tokens=tokenizer.stop_tokens,
+                             vocab_size=len(tokenizer), generator=generator, progress=progress)
+        return [[as_response(tokenizer, c) for c in group] for group in completions]
+
+    def prompt_ids(state, draft=None, exemplars=()):
+        return fitted_ids(tokenizer, lambda dialogue: policy_prompt(dialogue, draft, exemplars), state["prompt"], prompt_limit)
+
+    first = [prompt_ids(state) for state in states]
+    if retrieve == 0:
+        drawn = speak([ids for ids, _ in first], group_size)
+        return [Rollout(state, i, None, [], [], ids, responses, dropped)
+                for i, (state, (ids, dropped), responses) in enumerate(zip(states, first, drawn))]
+
+    copies = 1 if initial == "group" else group_size
+    drafts = [(i, draft) for i, group in enumerate(speak([ids for ids, _ in first], copies)) for draft in group]
+    hits = index.search([draft_text(draft) for _, draft in drafts], retrieve, [states[i]["dialogue_id"] for i, _ in drafts])
+    final = [prompt_ids(states[i], draft_text(draft), [h.exemplar for h in found]) for (i, draft), found in zip(drafts, hits)]
+    drawn = speak([ids for ids, _ in final], group_size // copies)   # G, or 1 each
+    return [Rollout(states[i], i, draft, first[i][0], found, ids, responses, dropped)
+            for (i, draft), found, (ids, dropped), responses in zip(drafts, hits, final, drawn)]
+
+
+def as_response(tokenizer, completion):
+    text = tokenizer.decode(completion.tokens)
+    return Response(completion.tokens, completion.finished, text, *split_think(text))
+
+
+def draft_text(draft):
+    """What retrieval searches for and pass 2 shows: the reply, or the reasoning where the draft never came to one."""
+    return draft.reply or draft.reasoning

@@ -1,0 +1,286 @@
+"""Retrieval-augmented GRPO (paper §3 and D, Algorithm 1).
+
+    for each step:
+        x_1..x_P                     dialogue states
+        y₀ -> exemplars -> y_1..y_G  two-pass rollout                        rollout.two_pass_rollout
+        r_i                          reward model on the reply               rewards
+        A_i = (r_i - mean) / std     within the group of x                   grpo.group_advantages
+        μ times:  -Σ w·(min(ρA, clip(ρ)A) - β·KL), AdamW                     grpo.grpo_loss
+
+    python train_grpo.py --model runs/sft/model --reward-model runs/rm/model --exemplars preferences.jsonl --out runs/grpo
+
+Where we fix what the paper leaves open (README, "the paper says / we chose / why"):
+  1. one initial response serves the group, so that all G final responses answer one prompt (--initial rollout: one each)
+  2. the reward model sees the reply without its reasoning; its score is standardised with its own training statistics
+  3. a small penalty for a broken format; a response without any reply gets a fixed low reward
+  4. no KL term by default; no reference model is loaded then
+  5. logp_old comes from the trainer's own forward pass, at the sampling temperature
+"""
+import json
+import time
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from escrag_min.args import check, option, parse, run_script
+from escrag_min.chat import Tokenizer
+from escrag_min.data import SAMPLES, read_records
+from escrag_min.encoder import make_encoder
+from escrag_min.grpo import group_advantages, grpo_loss, token_weights
+from escrag_min.logprob import token_logprobs
+from escrag_min.packing import pack, split_into_packs
+from escrag_min.qwen2 import Qwen2
+from escrag_min.retrieval import ExemplarIndex
+from escrag_min.reward import RewardModel, score_replies
+from escrag_min.rollout import two_pass_rollout
+from escrag_min.tiny import model_or_tiny, tiny_reward_model
+from escrag_min.training import (batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint, log_metrics,
+                                 make_optimizer, open_run, save_checkpoint, step_generator, update)
+
+NO_REPLY_REWARD = -3.0      # ours, in standard deviations: the reward model was never trained on an empty reply
+
+
+@dataclass
+class Args:
+    model: str = option("", "policy to start from: folder or Hub id, after cold start; none: a tiny random one is made")
+    reward_model: str = option("", "reward model folder (train_rm.py); none: a tiny random one is made")
+    data: str = option(str(SAMPLES / "preferences.jsonl"), "dialogue states: any JSONL with \"prompt\", or an ESConv file")
+    limit: int | None = option(None, "use so many states, drawn with the seed")
+    exemplars: str = option(str(SAMPLES / "preferences.jsonl"), "preference file whose chosen replies are retrieved, an "
+                            "ESConv file, or a saved index folder")
+    encoder: str = option("tfidf", "encoder for retrieval (ours; the paper names none)")
+    out: str = option("", "run folder; none: a new one under runs/")
+    epochs: float = option(1.0, "passes over the states (ours)")
+    steps: int | None = option(None, "optimizer rounds, instead of --epochs")
+    prompts_per_step: int = option(8, "dialogue states per step (ours)")
+    group_size: int = option(8, "G, final responses per state (ours)")
+    retrieve: int = option(3, "n, exemplars in the final prompt (paper §4: 3); 0: vanilla GRPO, one pass")
+    initial: str = option("group", "one initial response per group or per rollout (ours: group)", ("group", "rollout"))
+    train_initial: bool = option(False, "with --initial rollout: the initial response gets its final response's gradient too")
+    max_new_tokens: int = option(256, "tokens a response may have (ours)")
+    max_prompt: int = option(2048, "tokens a prompt may have; the oldest turns are dropped to fit (ours)")
+    temperature: float = option(1.0, "sampling temperature, the same in the log-probs (ours)")
+    inner_steps: int = option(1, "μ, updates per batch of rollouts (ours)")
+    beta: float = option(0.0, "weight of the KL to the starting policy (ours: 0)")
+    clip_low: float = option(0.2, "ε_low (ours)")
+    clip_high: float = option(0.2, "ε_high (ours)")
+    weighting: str = option("response", "how tokens are weighted (ours: response, as GRPO)", ("response", "token", "constant"))
+    scale_advantage: bool = option(True, "divide by the group's std (GRPO) or only centre (Dr. GRPO)")
+    format_penalty: float = option(0.5, "taken off the reward where the reasoning format is broken (ours)")
+    truncated: str = option("keep", "responses cut at --max-new-tokens: keep, or drop from group and loss (ours)",
+                            ("keep", "drop"))
+    lr: float = option(1e-6, "peak learning rate (ours)")
+    warmup: float = option(0.03, "share of the steps with a rising learning rate (ours)")
+    weight_decay: float = option(0.0, "AdamW weight decay on matrices (ours)")
+    clip_norm: float = option(1.0, "gradient norm is clipped to this (ours)")
+    tokens_per_batch: int = option(4096, "tokens per forward pass (micro-batch); memory, not results, depends on it")
+    checkpoint_blocks: bool = option(False, "recompute activations in the backward pass: less memory, a third more time")
+    save_every: int = option(20, "checkpoint every so many steps")
+    sample_every: int = option(10, "write the step's rollouts to samples.jsonl every so many steps; 0: never")
+    resume: bool = option(False, "go on with the run in --out from its newest complete checkpoint")
+    seed: int = option(0, "random seed")
+
+
+def check_args(args):
+    check(args.group_size >= 2, f"--group-size {args.group_size}: a group of one has no baseline; at least 2")
+    check(args.temperature > 0, f"--temperature {args.temperature}: training scores the sampling distribution, and there is "
+                                "none at 0; it must be above 0 (0 is for evaluate.py)")
+    check(args.prompts_per_step >= 1 and args.inner_steps >= 1, "--prompts-per-step and --inner-steps must be at least 1")
+    check(args.retrieve >= 0, f"--retrieve {args.retrieve} must be 0 or more")
+    check(not args.train_initial or args.initial == "rollout" and args.retrieve > 0,
+          "--train-initial needs --initial rollout and --retrieve above 0: a shared initial response has no reward of its own")
+    check(args.max_prompt + args.max_new_tokens <= args.tokens_per_batch,
+          f"--tokens-per-batch {args.tokens_per_batch} must hold --max-prompt {args.max_prompt} + --max-new-tokens "
+          f"{args.max_new_tokens} = {args.max_prompt + args.max_new_tokens}")
+
+
+def load_exemplars(args):
+    """--exemplars -> ExemplarIndex."""
+    try:
+        return ExemplarIndex.load(args.exemplars)
+    except (FileNotFoundError, NotADirectoryError):
+        return ExemplarIndex.build(read_records(args.exemplars, "preference", seed=args.seed), make_encoder(args.encoder))
+
+
+def score(rollouts, reward_model, tokenizer, args):
+    """Reward of every final response (paper D; penalty and floor are ours) -> (rewards [P,G], raw scores of the replies).
+
+    NaN in rewards: left out, by --truncated drop.
+    """
+    items = [(r.state["prompt"], [s.reply for s in r.responses if s.reply]) for r in rollouts]
+    scored = iter(score_replies(reward_model, tokenizer, [i for i in items if i[1]], args.max_prompt + args.max_new_tokens,
+                                args.tokens_per_batch))
+    rewards, raw = [], []
+    for rollout, (_, replies) in zip(rollouts, items):
+        scores = iter(next(scored)) if replies else iter(())
+        for response in rollout.responses:
+            value = NO_REPLY_REWARD
+            if response.reply:
+                value = next(scores)
+                raw.append(value)
+            value -= 0.0 if response.well_formed else args.format_penalty
+            dropped = args.truncated == "drop" and not response.finished
+            rewards.append(float("nan") if dropped else value)
+    return torch.tensor(rewards).view(-1, args.group_size), raw
+
+
+def training_trees(rollouts, advantages, args):
+    """Rollouts and their advantages [P,G] -> (trees [(prompt ids, [response ids])], advantage of each response in order).
+
+    Responses left out by --truncated drop are in neither. One tree a prompt, whose G branches share the trunk.
+    """
+    trees, kept, advantage = [], [], iter(advantages.flatten().tolist())
+    for rollout in rollouts:
+        values = [(s.tokens, next(advantage)) for s in rollout.responses]
+        values = [v for v, s in zip(values, rollout.responses) if args.truncated == "keep" or s.finished]
+        if values:
+            trees.append((rollout.prompt, [tokens for tokens, _ in values]))
+            kept += [a for _, a in values]
+        if values and args.train_initial:       # its final response's advantage: it led there
+            trees.append((rollout.initial_prompt, [rollout.initial.tokens]))
+            kept.append(values[0][1])
+    return trees, kept
+
+
+def micro_batches(trees, advantages, args, device):
+    """-> [(Packed, advantage [N], weight [N]), ...]; weights hold the counts of the whole step, so that losses add up."""
+    lengths = [len(ids) for _, branches in trees for ids in branches]
+    values, batches = iter(advantages), []
+    for micro in split_into_packs(trees, args.tokens_per_batch, split_trees=True):      # keeps the order of the responses
+        here = torch.tensor([len(ids) for _, branches in micro for ids in branches])
+        advantage = torch.tensor([next(values) for _ in here]).repeat_interleave(here)
+        weight = token_weights(here, args.weighting, args.max_new_tokens, len(lengths), sum(lengths))
+        batches.append((pack(micro).to(device), advantage.to(device), weight.to(device)))
+    return batches
+
+
+def log_probs(model, packed, args, vocab_size, device, with_entropy=False):
+    with compute_dtype(device):
+        hidden = model(packed.tokens[None], mask=packed)[0]                                              # [T,H]
+        return token_logprobs(model, hidden, packed.pred, packed.targets, args.temperature, vocab_size=vocab_size,
+                              with_entropy=with_entropy)
+
+
+def main(argv=None):
+    args = parse(Args, __doc__, argv)
+    check_args(args)
+    device = default_device()
+    states = read_records(args.data, "prompt", args.limit, args.seed)
+    index = load_exemplars(args) if args.retrieve else None
+    out = open_run("train_grpo", args)
+    args.model = str(model_or_tiny(args.model, out))
+    args.reward_model = str(args.reward_model or tiny_reward_model(out))
+    tokenizer = Tokenizer.from_pretrained(args.model)
+    reward_tokenizer = Tokenizer.from_pretrained(args.reward_model)
+    policy = Qwen2.from_pretrained(args.model, torch.float32, device)
+    policy.model.checkpoint_blocks = args.checkpoint_blocks
+    check(args.max_prompt + args.max_new_tokens <= policy.config.max_position_embeddings,
+          f"--max-prompt + --max-new-tokens is {args.max_prompt + args.max_new_tokens}; {args.model} has "
+          f"{policy.config.max_position_embeddings} positions")
+    reference = Qwen2.from_pretrained(args.model, torch.float32, device) if args.beta else None
+    reward_model = RewardModel.from_pretrained(args.reward_model, torch.float32, device)
+    optimizer = make_optimizer(policy, args.lr, args.weight_decay)
+    steps = args.steps or max(1, round(args.epochs * len(states) / args.prompts_per_step))
+    first = load_checkpoint(out, policy, optimizer) if args.resume else 0
+    print(f"{len(states)} states, {len(index.exemplars) if index else 0} exemplars, {steps} steps of {args.prompts_per_step} x "
+          f"{args.group_size} responses on {device}, writing {out}")
+
+    bar = tqdm(range(first, steps), initial=first, total=steps, desc="grpo")
+    for step in bar:
+        began = time.time()
+        batch = [states[i] for i in batch_indices(len(states), args.prompts_per_step, step, args.seed)]
+        with compute_dtype(device):
+            rollouts = two_pass_rollout(policy, tokenizer, batch, index, args.group_size, args.retrieve, args.max_new_tokens,
+                                        args.temperature, args.initial, args.max_prompt,
+                                        step_generator(args.seed, step, device))
+        sampled = time.time()
+        rewards, raw = score(rollouts, reward_model, reward_tokenizer, args)                             # [P,G]
+        advantages = group_advantages(rewards, scale=args.scale_advantage)                               # [P,G]
+        rewarded = time.time()
+
+        batches = micro_batches(*training_trees(rollouts, advantages, args), args, device)
+        lr = learning_rate(step, steps, args.lr, args.warmup * steps)
+        old, loss, entropy, norm = [None] * len(batches), 0.0, 0.0, 0.0
+        totals = {"tokens": 0.0, "ratio": 0.0, "clip_low": 0.0, "clip_high": 0.0, "kl": 0.0}
+        for inner in range(args.inner_steps):
+            for i, (packed, advantage, weight) in enumerate(batches):
+                logp, token_entropy = log_probs(policy, packed, args, len(tokenizer), device, with_entropy=True)     # [N]
+                if inner == 0:
+                    old[i] = logp.detach()      # before any update of this step: exactly π_old
+                    entropy += token_entropy.sum().item()
+                logp_ref = None
+                if reference:
+                    with torch.no_grad():
+                        logp_ref = log_probs(reference, packed, args, len(tokenizer), device)
+                micro_loss, stats = grpo_loss(logp, old[i], advantage, weight, logp_ref, args.beta, args.clip_low, args.clip_high)
+                micro_loss.backward()
+                loss += micro_loss.item() / args.inner_steps
+                totals = {k: totals[k] + stats[k] for k in totals}
+            norm = update(policy, optimizer, lr, args.clip_norm) if batches else 0.0
+
+        metrics = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm,
+                   **step_metrics(rollouts, rewards, raw, totals, entropy, args),
+                   "sample_tokens_per_s": sampled_tokens(rollouts) / (sampled - began),
+                   "update_tokens_per_s": args.inner_steps * sum(len(b[0].tokens) for b in batches) / (time.time() - rewarded),
+                   "seconds_sampling": sampled - began, "seconds_reward": rewarded - sampled,
+                   "seconds_update": time.time() - rewarded}
+        log_metrics(out, metrics)
+        bar.set_postfix(reward=f"{metrics['reward']:.3f}")
+        if args.sample_every and ((step + 1) % args.sample_every == 0 or step == 0):
+            write_samples(out, step + 1, rollouts, rewards, advantages)
+        if (step + 1) % args.save_every == 0 and step + 1 < steps:
+            save_checkpoint(out, step + 1, policy, optimizer, args.model)
+    policy.save_pretrained(out / "model", args.model)
+    print(f"saved {out / 'model'}")
+
+
+def sampled_tokens(rollouts):
+    drafts = {id(r.initial): r.initial for r in rollouts if r.initial}
+    return sum(len(s.tokens) for r in rollouts for s in r.responses) + sum(len(d.tokens) for d in drafts.values())
+
+
+def step_metrics(rollouts, rewards, raw, totals, entropy, args):
+    """What one looks at to see whether a run is healthy. Shares are of the final responses or of the tokens in the loss."""
+    responses = [s for r in rollouts for s in r.responses]
+    scored = rewards[~rewards.isnan()]
+    spread = [g[~g.isnan()] for g in rewards]
+    similarity = [h.score for r in rollouts for h in r.exemplars]
+    tokens = max(totals["tokens"], 1.0)
+
+    def share(flags):
+        return sum(flags) / len(responses)
+    return {
+        "reward": scored.mean().item() if len(scored) else None,             # what GRPO optimises: standardised, penalised
+        "reward_std": scored.std(correction=0).item() if len(scored) else None,
+        "reward_model_score": sum(raw) / len(raw) if raw else None,         # standardised, of the replies alone
+        "zero_std_groups": sum(len(g) < 2 or g.std().item() < 1e-6 for g in spread) / len(spread),
+        "kl": totals["kl"] / tokens if args.beta else None,
+        "ratio": totals["ratio"] / tokens,
+        "clip_share_low": totals["clip_low"] / tokens, "clip_share_high": totals["clip_high"] / tokens,
+        "entropy": entropy * args.inner_steps / tokens,
+        "response_tokens": sum(len(s.tokens) for s in responses) / len(responses),
+        "reply_words": sum(len(s.reply.split()) for s in responses) / len(responses),
+        "truncated": share(not s.finished for s in responses),
+        "well_formed": share(s.well_formed for s in responses),
+        "no_reply": share(not s.reply for s in responses),
+        "retrieval_similarity": sum(similarity) / len(similarity) if similarity else None,
+        "exemplars": len(similarity) / len(rollouts),
+        "turns_dropped": sum(r.turns_dropped for r in rollouts) / len(rollouts),
+    }
+
+
+def write_samples(out, step, rollouts, rewards, advantages):
+    """Append the step's rollouts to samples.jsonl, each response with its reward and advantage (reward null: left out)."""
+    values = iter(zip(rewards.flatten().tolist(), advantages.flatten().tolist()))
+    with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
+        for rollout in rollouts:
+            record = {"step": step, **rollout.record()}
+            for response in record["responses"]:
+                reward, response["advantage"] = next(values)
+                response["reward"] = None if reward != reward else reward
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,134 @@
+"""The reward model (paper §3): a scalar head on Qwen-2.5, by Bradley-Terry on preference pairs.
+
+    for each step:  batch of pairs -> packs of (dialogue, [chosen, rejected]) -> two scores -> -log σ(r⁺ - r⁻) -> AdamW
+
+    python train_rm.py --model Qwen/Qwen2.5-7B-Instruct --data preferences.jsonl --out runs/rm
+"""
+import time
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from escrag_min.args import check, option, parse, run_script
+from escrag_min.chat import Tokenizer, split_think
+from escrag_min.data import SAMPLES, read_records, split_by_dialogue
+from escrag_min.packing import pack, split_into_packs
+from escrag_min.reward import RewardModel, bradley_terry_loss, reward_tree
+from escrag_min.tiny import model_or_tiny
+from escrag_min.training import (batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint, log_metrics,
+                                 make_optimizer, open_run, save_checkpoint, update)
+
+
+@dataclass
+class Args:
+    model: str = option("", "folder or Hub id of a Qwen-2.5; none: a tiny random one is made")
+    data: str = option(str(SAMPLES / "preferences.jsonl"), "preference pairs (TRL JSONL); or an ESConv file: human replies "
+                       "against replies of like length from other dialogues")
+    limit: int | None = option(None, "use so many pairs, drawn with the seed")
+    out: str = option("", "run folder; none: a new one under runs/")
+    epochs: float = option(2.0, "passes over the data (ours)")
+    steps: int | None = option(None, "optimizer steps, instead of --epochs")
+    batch_size: int = option(16, "pairs per optimizer step (ours)")
+    lr: float = option(1e-5, "peak learning rate (ours)")
+    warmup: float = option(0.05, "share of the steps with a rising learning rate (ours)")
+    weight_decay: float = option(0.0, "AdamW weight decay on matrices (ours)")
+    clip_norm: float = option(1.0, "gradient norm is clipped to this (ours)")
+    margin: float = option(0.0, "a chosen reply must score this much more (ours)")
+    max_length: int = option(2048, "tokens of dialogue and reply; the oldest turns of a longer dialogue are dropped")
+    held_out: float = option(0.1, "share of the dialogues kept to measure accuracy (ours)")
+    eval_every: int = option(20, "measure held-out accuracy every so many steps")
+    tokens_per_batch: int = option(4096, "tokens per forward pass (micro-batch); memory, not results, depends on it")
+    checkpoint_blocks: bool = option(False, "recompute activations in the backward pass: less memory, a third more time")
+    save_every: int = option(100, "checkpoint every so many steps")
+    resume: bool = option(False, "go on with the run in --out from its newest complete checkpoint")
+    seed: int = option(0, "random seed")
+
+
+def pair_tree(tokenizer, record, max_length):
+    """A pair as (dialogue ids, [chosen ids, rejected ids]): the replies as the client would see them."""
+    replies = [split_think(record[key])[1] for key in ("chosen", "rejected")]
+    return reward_tree(tokenizer, record["prompt"], replies, max_length)
+
+
+def usable_pairs(trees):
+    """Without the pairs whose two replies are the same ids: nothing can be learned from them -> (trees, number dropped)."""
+    kept = [tree for tree in trees if tree[1][0] != tree[1][1]]
+    return kept, len(trees) - len(kept)
+
+
+def pair_scores(model, micro, device):
+    """A micro-batch of B pairs -> (chosen [B], rejected [B])"""
+    with compute_dtype(device):
+        scores = model(pack(micro).to(device))                  # [2B], chosen and rejected in turn
+    return scores.view(-1, 2).unbind(dim=1)
+
+
+@torch.no_grad()
+def evaluate(model, trees, args, device):
+    """Held-out pairs -> accuracy (a tie is not correct), that of "the longer reply wins" (in tokens), loss in nats."""
+    chosen, rejected = zip(*(pair_scores(model, micro, device) for micro in split_into_packs(trees, args.tokens_per_batch)))
+    chosen, rejected = torch.cat(chosen), torch.cat(rejected)
+    longer = sum(len(good) > len(bad) for _, (good, bad) in trees) / len(trees)
+    return {"held_out_accuracy": (chosen > rejected).float().mean().item(), "longer_wins_accuracy": longer,
+            "held_out_loss": bradley_terry_loss(chosen, rejected).mean().item()}
+
+
+@torch.no_grad()
+def reward_statistics(model, trees, args, device):
+    """Mean and std of the scores on the training replies, with which a reward is standardised."""
+    scores = [torch.cat(pair_scores(model, micro, device)) for micro in split_into_packs(trees, args.tokens_per_batch)]
+    scores = torch.cat(scores)
+    return scores.mean().item(), scores.std().item()
+
+
+def main(argv=None):
+    args = parse(Args, __doc__, argv)
+    check(args.batch_size > 0, f"--batch-size {args.batch_size} must be at least 1")
+    check(0 < args.held_out < 1, f"--held-out {args.held_out} must be between 0 and 1")
+    device = default_device()
+    records = read_records(args.data, "preference", args.limit, args.seed)
+    out = open_run("train_rm", args)
+    args.model = str(model_or_tiny(args.model, out))
+    tokenizer = Tokenizer.from_pretrained(args.model)
+    train, held_out = ([pair_tree(tokenizer, r, args.max_length) for r in part]
+                       for part in split_by_dialogue(records, args.held_out, args.seed))
+    (train, dropped), (held_out, dropped_too) = usable_pairs(train), usable_pairs(held_out)
+    check(train and held_out, f"{args.data}: no pair is left to train on or to measure with")
+    model = RewardModel.from_pretrained(args.model, torch.float32, device).train()
+    model.model.checkpoint_blocks = args.checkpoint_blocks
+    optimizer = make_optimizer(model, args.lr, args.weight_decay)
+    steps = args.steps or max(1, round(args.epochs * len(train) / args.batch_size))
+    first = load_checkpoint(out, model, optimizer) if args.resume else 0
+    print(f"{len(train)} pairs, {len(held_out)} held out, {dropped + dropped_too} dropped (both replies the same), "
+          f"{steps} steps on {device}, writing {out}")
+
+    bar = tqdm(range(first, steps), initial=first, total=steps, desc="rm")
+    for step in bar:
+        began, loss, correct = time.time(), 0.0, 0
+        batch = [train[i] for i in batch_indices(len(train), args.batch_size, step, args.seed)]
+        for micro in split_into_packs(batch, args.tokens_per_batch):
+            chosen, rejected = pair_scores(model, micro, device)                                # [B] each
+            micro_loss = bradley_terry_loss(chosen, rejected, args.margin).sum() / len(batch)   # global count
+            micro_loss.backward()
+            loss += micro_loss.item()
+            correct += (chosen > rejected).sum().item()
+        lr = learning_rate(step, steps, args.lr, args.warmup * steps)
+        norm = update(model, optimizer, lr, args.clip_norm)
+        metrics = {"step": step + 1, "loss": loss, "accuracy": correct / len(batch), "lr": lr, "grad_norm": norm,
+                   "seconds": time.time() - began}
+        if (step + 1) % args.eval_every == 0 or step + 1 == steps:
+            metrics.update(evaluate(model, held_out, args, device))
+        log_metrics(out, metrics)
+        bar.set_postfix(loss=f"{loss:.3f}")
+        if (step + 1) % args.save_every == 0 and step + 1 < steps:
+            save_checkpoint(out, step + 1, model, optimizer, args.model)
+    result = evaluate(model, held_out, args, device)
+    model.mean, model.std = reward_statistics(model, train, args, device)
+    model.save_pretrained(out / "model", args.model)
+    print(f"held-out accuracy {result['held_out_accuracy']:.3f} on {len(held_out)} pairs "
+          f"(the longer reply wins: {result['longer_wins_accuracy']:.3f}); saved {out / 'model'}")
+
+
+if __name__ == "__main__":
+    run_script(main)
