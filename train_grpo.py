@@ -17,6 +17,7 @@ Where we fix what the paper leaves open (README, "the paper says / we chose / wh
   5. logp_old comes from the trainer's own forward pass, at the sampling temperature
 """
 import json
+import math
 import time
 from dataclasses import dataclass
 
@@ -26,19 +27,16 @@ from tqdm import tqdm
 from escrag_min.args import check, option, parse, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.data import SAMPLES, read_records
-from escrag_min.encoder import make_encoder
 from escrag_min.grpo import group_advantages, grpo_loss, token_weights
 from escrag_min.logprob import token_logprobs
 from escrag_min.packing import pack, split_into_packs
 from escrag_min.qwen2 import Qwen2
-from escrag_min.retrieval import ExemplarIndex
+from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.rollout import two_pass_rollout
 from escrag_min.tiny import model_or_tiny, tiny_reward_model
 from escrag_min.training import (batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint, log_metrics,
                                  make_optimizer, open_run, save_checkpoint, step_generator, update)
-
-NO_REPLY_REWARD = -3.0      # ours, in standard deviations: the reward model was never trained on an empty reply
 
 
 @dataclass
@@ -95,33 +93,21 @@ def check_args(args):
           f"{args.max_new_tokens} = {args.max_prompt + args.max_new_tokens}")
 
 
-def load_exemplars(args):
-    """--exemplars -> ExemplarIndex."""
-    try:
-        return ExemplarIndex.load(args.exemplars)
-    except (FileNotFoundError, NotADirectoryError):
-        return ExemplarIndex.build(read_records(args.exemplars, "preference", seed=args.seed), make_encoder(args.encoder))
-
-
 def score(rollouts, reward_model, tokenizer, args):
     """Reward of every final response (paper D; penalty and floor are ours) -> (rewards [P,G], raw scores of the replies).
 
     NaN in rewards: left out, by --truncated drop.
     """
-    items = [(r.state["prompt"], [s.reply for s in r.responses if s.reply]) for r in rollouts]
-    scored = iter(score_replies(reward_model, tokenizer, [i for i in items if i[1]], args.max_prompt + args.max_new_tokens,
-                                args.tokens_per_batch))
+    scores = score_replies(reward_model, tokenizer, [(r.state["prompt"], [s.reply for s in r.responses]) for r in rollouts],
+                           args.max_prompt + args.max_new_tokens, args.tokens_per_batch)
     rewards, raw = [], []
-    for rollout, (_, replies) in zip(rollouts, items):
-        scores = iter(next(scored)) if replies else iter(())
-        for response in rollout.responses:
-            value = NO_REPLY_REWARD
+    for rollout, values in zip(rollouts, scores):
+        for response, value in zip(rollout.responses, values):
             if response.reply:
-                value = next(scores)
                 raw.append(value)
-            value -= 0.0 if response.well_formed else args.format_penalty
-            dropped = args.truncated == "drop" and not response.finished
-            rewards.append(float("nan") if dropped else value)
+            if not response.well_formed:
+                value -= args.format_penalty
+            rewards.append(float("nan") if args.truncated == "drop" and not response.finished else value)
     return torch.tensor(rewards).view(-1, args.group_size), raw
 
 
@@ -167,7 +153,7 @@ def main(argv=None):
     check_args(args)
     device = default_device()
     states = read_records(args.data, "prompt", args.limit, args.seed)
-    index = load_exemplars(args) if args.retrieve else None
+    index = open_index(args.exemplars, args.encoder) if args.retrieve else None
     out = open_run("train_grpo", args)
     args.model = str(model_or_tiny(args.model, out))
     args.reward_model = str(args.reward_model or tiny_reward_model(out))
@@ -181,7 +167,7 @@ def main(argv=None):
     reference = Qwen2.from_pretrained(args.model, torch.float32, device) if args.beta else None
     reward_model = RewardModel.from_pretrained(args.reward_model, torch.float32, device)
     optimizer = make_optimizer(policy, args.lr, args.weight_decay)
-    steps = args.steps or max(1, round(args.epochs * len(states) / args.prompts_per_step))
+    steps = args.steps or math.ceil(args.epochs * len(states) / args.prompts_per_step)
     first = load_checkpoint(out, policy, optimizer) if args.resume else 0
     print(f"{len(states)} states, {len(index.exemplars) if index else 0} exemplars, {steps} steps of {args.prompts_per_step} x "
           f"{args.group_size} responses on {device}, writing {out}")
@@ -226,7 +212,7 @@ def main(argv=None):
                    "seconds_sampling": sampled - began, "seconds_reward": rewarded - sampled,
                    "seconds_update": time.time() - rewarded}
         log_metrics(out, metrics)
-        bar.set_postfix(reward=f"{metrics['reward']:.3f}")
+        bar.set_postfix(reward=metrics["reward"])
         if args.sample_every and ((step + 1) % args.sample_every == 0 or step == 0):
             write_samples(out, step + 1, rollouts, rewards, advantages)
         if (step + 1) % args.save_every == 0 and step + 1 < steps:

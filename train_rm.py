@@ -4,6 +4,7 @@
 
     python train_rm.py --model Qwen/Qwen2.5-7B-Instruct --data preferences.jsonl --out runs/rm
 """
+import math
 import time
 from dataclasses import dataclass
 
@@ -98,7 +99,7 @@ def main(argv=None):
     model = RewardModel.from_pretrained(args.model, torch.float32, device).train()
     model.model.checkpoint_blocks = args.checkpoint_blocks
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
-    steps = args.steps or max(1, round(args.epochs * len(train) / args.batch_size))
+    steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
     first = load_checkpoint(out, model, optimizer) if args.resume else 0
     print(f"{len(train)} pairs, {len(held_out)} held out, {dropped + dropped_too} dropped (both replies the same), "
           f"{steps} steps on {device}, writing {out}")

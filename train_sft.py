@@ -4,6 +4,7 @@
 
     python train_sft.py --model Qwen/Qwen2.5-3B-Instruct --data demonstrations.jsonl --out runs/sft
 """
+import math
 import time
 from dataclasses import dataclass
 
@@ -83,7 +84,7 @@ def main(argv=None):
     model = Qwen2.from_pretrained(args.model, torch.float32, device).train()
     model.model.checkpoint_blocks = args.checkpoint_blocks
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
-    steps = args.steps or max(1, round(args.epochs * len(trees) / args.batch_size))
+    steps = args.steps or math.ceil(args.epochs * len(trees) / args.batch_size)
     first = load_checkpoint(out, model, optimizer) if args.resume else 0
     print(f"{len(train)} demonstrations, {len(held_out)} held out, {steps} steps on {device}, writing {out}")
 

@@ -130,12 +130,8 @@ def split_think(text):
 
     Well-formed: "<think>", some reasoning, "</think>", then a reply, each tag once.
     """
-    before, opened, rest = text.partition("<think>")
-    if opened and "</think>" not in rest:                           # ran out of tokens while thinking
-        return rest.strip(), before.strip(), False
-    reasoning, closed, reply = text.rpartition("</think>")
-    reasoning = re.sub(r"</?think>", "", reasoning).strip()
+    head, _, tail = text.rpartition("</think>")
+    reply, _, unfinished = tail.partition("<think>")        # cut at the token limit while thinking: no part of the reply
+    reasoning, reply = re.sub(r"</?think>", "", head + unfinished).strip(), reply.strip()
     tags_once = text.count("<think>") == 1 and text.count("</think>") == 1
-    reply = reply.replace("<think>", "").strip()
-    well_formed = tags_once and not before.strip() and bool(reasoning) and bool(reply)
-    return reasoning, reply, well_formed
+    return reasoning, reply, text.lstrip().startswith("<think>") and tags_once and bool(reasoning) and bool(reply)

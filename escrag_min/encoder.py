@@ -31,7 +31,7 @@ class TfidfEncoder:
         return self
 
     def encode(self, texts):
-        """list of n texts -> float32[n, words]"""
+        """list of n texts -> float32[n, words], rows of length 1, or 0 where no word is known"""
         vectors = np.zeros((len(texts), len(self.index)), dtype=np.float32)
         for row, text in zip(vectors, texts):
             for word, count in Counter(self.words(text)).items():

@@ -16,6 +16,8 @@ its gradient, Σ w·A·∇logp, is not zero. Look at the reward, not at the loss
 
 The paper leaves the flavour of std, eps, β and the weighting open: sample std, 1e-4, 0 and 1/(R·|o_i|) are ours.
 """
+import math
+
 import torch
 
 MAX_LOG_RATIO = 20.0    # ρ is capped at e^20: an infinite ρ times a zero gradient would be NaN
@@ -94,9 +96,8 @@ def kl_estimate(logp, logp_ref):
     Source: J. Schulman, "Approximating KL divergence" (2020), estimator k3.
     """
     d = logp_ref - logp
-    near = d.clamp(max=KL_LINEAR_FROM)
-    slope = torch.tensor(KL_LINEAR_FROM).expm1().item()
-    return near.exp() - near - 1 + slope * (d - near)
+    near, beyond = d.clamp(max=KL_LINEAR_FROM), (d - KL_LINEAR_FROM).relu()
+    return near.expm1() - near + math.expm1(KL_LINEAR_FROM) * beyond        # expm1: exact for the tiny gaps of a first step
 
 
 def grpo_loss(logp, logp_old, advantage, weight, logp_ref=None, beta=0.0, clip_low=0.2, clip_high=0.2):

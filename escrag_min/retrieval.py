@@ -13,8 +13,8 @@ from pathlib import Path
 import faiss
 
 from escrag_min.checkpoint import atomic_folder, read_json
-from escrag_min.data import read_jsonl, write_jsonl
-from escrag_min.encoder import encoder_from_json, unit_rows
+from escrag_min.data import read_jsonl, read_records, write_jsonl
+from escrag_min.encoder import encoder_from_json, make_encoder, unit_rows
 
 
 @dataclass
@@ -75,3 +75,10 @@ class ExemplarIndex:
         if index.ntotal != len(exemplars):
             raise ValueError(f"{path}: index.faiss holds {index.ntotal} vectors, exemplars.jsonl {len(exemplars)} records")
         return cls(exemplars, encoder_from_json(read_json(path / "encoder.json")), index)
+
+
+def open_index(path, encoder="tfidf"):
+    """The --exemplars and --encoder options: a saved index folder, or an index built over a file of preference records."""
+    if Path(path).is_dir():
+        return ExemplarIndex.load(path)
+    return ExemplarIndex.build(read_records(path, "preference"), make_encoder(encoder))

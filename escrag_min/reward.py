@@ -15,6 +15,8 @@ from escrag_min.packing import pack, split_into_packs
 from escrag_min.prompts import fitted_ids, reward_prompt
 from escrag_min.qwen2 import Body
 
+NO_REPLY_REWARD = -3.0      # ours, in standard deviations of the training replies' scores
+
 
 def bradley_terry_loss(chosen, rejected, margin=0.0):
     """-log σ(chosen - rejected - margin), finite for any gap. Scores [B] in any float type -> float32[B], nats."""
@@ -65,9 +67,14 @@ def reward_tree(tokenizer, dialogue, replies, limit):
 
 @torch.no_grad()
 def score_replies(model, tokenizer, items, limit=2048, tokens_per_batch=8192):
-    """[(dialogue, [replies]), ...] -> list of lists of float: standardised scores, (r - mean) / std."""
-    trees = [reward_tree(tokenizer, dialogue, replies, limit) for dialogue, replies in items]
+    """[(dialogue, [replies]), ...] -> list of lists of float: standardised scores, (r - mean) / std.
+
+    An empty reply is not shown to the model, which never saw one; it gets NO_REPLY_REWARD.
+    """
+    trees = [reward_tree(tokenizer, dialogue, spoken, limit) for dialogue, replies in items
+             if (spoken := [r for r in replies if r])]
     device = model.score.weight.device
-    scores = torch.cat([model(pack(trees).to(device)) for trees in split_into_packs(trees, tokens_per_batch, split_trees=True)])
-    scores = iter(((scores - model.mean) / max(model.std, 1e-6)).tolist())
-    return [[next(scores) for _ in replies] for _, replies in items]
+    packs = split_into_packs(trees, tokens_per_batch, split_trees=True)
+    raw = [score for trees in packs for score in model(pack(trees).to(device)).tolist()]
+    scores = iter((score - model.mean) / max(model.std, 1e-6) for score in raw)
+    return [[next(scores) if reply else NO_REPLY_REWARD for reply in replies] for _, replies in items]

@@ -1,0 +1,27 @@
+import pytest
+
+from escrag_min.data import SAMPLES, read_records
+from escrag_min.safety import crisis_signal
+
+
+@pytest.mark.parametrize("text", [
+    "I want to die.", "I keep thinking about killing myself", "Sometimes I don’t want to be here anymore.", "it's not worth living",
+    "They'd be better off without me.", "I'd be easier if I just wasn't there in the morning", "I've been self-harming again",
+    "he said he's going to kill me tonight", "I wish I was dead", "there's no point in going on"])
+def test_crisis_signals(text):
+    assert crisis_signal(text)
+
+
+@pytest.mark.parametrize("text", [
+    "This job is killing me.", "My mum will kill me if I fail.", "I was dying of embarrassment.", "I'm dead tired.",
+    "I could die laughing", "I cut myself some slack", "I want to diet", "He died last year and I miss him.", "My back is killing me",
+    "I never wake up on time."])
+def test_idioms_are_no_signal(text):
+    assert crisis_signal(text) is None
+
+
+def test_sample_contexts_and_pairs_raise_no_flag():
+    for name, kind in (("contexts", "prompt"), ("preferences", "preference")):
+        flagged = [(r["id"], crisis_signal(m["content"])) for r in read_records(SAMPLES / f"{name}.jsonl", kind)
+                   for m in r["prompt"] if m["role"] == "user" and crisis_signal(m["content"])]
+        assert flagged == []

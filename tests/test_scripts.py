@@ -1,0 +1,169 @@
+"""The scripts as a user starts them, on tiny models: they run, resume, and say what is wrong in one sentence."""
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+
+import evaluate
+import train_grpo
+import train_rm
+import train_sft
+from escrag_min.qwen2 import Qwen2
+from escrag_min.reward import RewardModel
+
+SMALL = ("--batch-size", "4", "--tokens-per-batch", "2048", "--max-length", "1024")
+GRPO = ("--prompts-per-step", "2", "--group-size", "3", "--max-new-tokens", "12", "--max-prompt", "1500", "--limit", "20")
+
+
+def start(*command):
+    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if "seconds" not in k and "per_s" not in k} for row in rows]
+
+
+def test_sft_learns_and_writes_a_model(tiny, tmp_path):
+    train_sft.main(["--model", str(tiny), "--out", str(tmp_path / "run"), "--steps", "6", "--lr", "1e-2", *SMALL])
+    rows = metrics(tmp_path / "run")
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert "held_out_loss" in rows[-1]
+    Qwen2.from_pretrained(tmp_path / "run/model")
+    assert json.loads((tmp_path / "run/config.json").read_text())["options"]["lr"] == 1e-2
+
+
+def test_rm_learns_and_standardises(tiny, tmp_path, capsys):
+    train_rm.main(["--model", str(tiny), "--out", str(tmp_path / "run"), "--steps", "12", "--lr", "3e-3", "--limit", "120", *SMALL])
+    assert "held-out accuracy" in capsys.readouterr().out
+    assert metrics(tmp_path / "run")[-1]["loss"] < 0.7
+    assert RewardModel.from_pretrained(tmp_path / "run/model").std != 1.0
+
+
+@pytest.mark.parametrize("options", [
+    (), ("--retrieve", "0"), ("--initial", "rollout", "--train-initial"), ("--beta", "0.1", "--inner-steps", "2"),
+    ("--truncated", "drop", "--weighting", "constant", "--no-scale-advantage")])
+def test_grpo_runs_in_every_variant(tiny, tmp_path, options):
+    train_grpo.main(["--model", str(tiny), "--out", str(tmp_path / "run"), "--steps", "2", *GRPO, *options])
+    rows, samples = metrics(tmp_path / "run"), (tmp_path / "run/samples.jsonl").read_text().splitlines()
+    assert len(rows) == 2 and rows[0]["ratio"] == pytest.approx(1.0, abs=0.1)
+    first = json.loads(samples[0])
+    assert len(first["prompt"]) > 10 and {"reward", "advantage", "tokens", "reply"} <= first["responses"][0].keys()
+    if "--beta" in options:
+        assert rows[0]["kl"] >= 0
+    if "drop" in options:           # every tiny response is truncated: nothing is left to learn from, and that is counted
+        assert rows[0]["truncated"] > 0.5 and rows[0]["reward"] is None or rows[0]["zero_std_groups"] <= 1
+
+
+@pytest.mark.parametrize("script, options", [
+    (train_sft, ("--limit", "22", "--lr", "1e-3", *SMALL)), (train_rm, ("--limit", "22", *SMALL)), (train_grpo, ("--lr", "1e-3", *GRPO[:-1], "5"))])
+def test_six_steps_equal_three_and_three_case25(tiny, tmp_path, script, options):
+    """Across an epoch boundary (about 20 records in batches of 4; 5 states in batches of 2)."""
+    common = ["--model", str(tiny), "--save-every", "3", *options]
+    script.main([*common, "--steps", "6", "--out", str(tmp_path / "straight")])
+    stopped = tmp_path / "stopped"
+    script.main([*common, "--steps", "6", "--out", str(stopped)])
+    for gone in ("model",):         # as if it had been killed after its checkpoint at step 3, in the middle of step 5
+        for file in (stopped / gone).iterdir():
+            file.unlink()
+    script.main([*common, "--steps", "6", "--out", str(stopped), "--resume"])
+    assert without_times(metrics(stopped)) == without_times(metrics(tmp_path / "straight"))
+    ours, theirs = (load_file(f / "model/model.safetensors") for f in (stopped, tmp_path / "straight"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_interrupted_training_leaves_no_half_written_model(tiny, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "train_sft.py", "--model", str(tiny), "--out", str(out), "--steps", "500",
+                                "--save-every", "1", *SMALL], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while not (out / "checkpoints/step-000002").exists() and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped; what was saved is complete" in error
+    assert not (out / "model").exists() and not list(out.rglob("*.tmp-*"))
+    for folder in (out / "checkpoints").iterdir():
+        Qwen2.from_pretrained(folder / "model")
+
+
+def test_respond_writes_both_passes(tiny, tmp_path, capsys):
+    out = tmp_path / "r.jsonl"
+    command = ["respond", "--model", str(tiny), "--out", str(out), "--limit", "3", "--max-new-tokens", "8", "--max-prompt", "1500",
+               "--reward-model", str(tiny)]
+    evaluate.main(command)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) == 3 and all({"id", "prompt", "reply", "initial", "exemplars", "reward"} <= r.keys() for r in records)
+    assert "3 responses" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="exists; choose another name"):
+        evaluate.main(command)
+
+
+def test_chat_answers_and_points_to_help(tiny, monkeypatch, capsys):
+    said = iter(["I can't sleep.", "I want to die.", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    evaluate.main(["chat", "--model", str(tiny), "--retrieve", "0", "--max-new-tokens", "8"])
+    out = capsys.readouterr().out
+    assert out.count("counselor>") == 1 and "emergency number" in out.split("counselor>")[1] and "Research software" in out
+
+
+def bad_file(tmp_path, text):
+    (tmp_path / "bad.jsonl").write_text(text)
+    return tmp_path / "bad.jsonl"
+
+
+@pytest.mark.parametrize("command, words", [
+    (("train_sft.py", "--model", "no/such/model"), "no/such/model: no such model folder"),
+    (("train_sft.py", "--data", "none.jsonl"), "none.jsonl: no such file"),
+    (("train_sft.py", "--data", "BAD"), "bad.jsonl:2: not a JSON object"),
+    (("train_rm.py", "--data", "EMPTY"), "empty.jsonl: holds no records"),
+    (("train_rm.py", "--learning-rate", "1"), "unrecognized arguments: --learning-rate"),
+    (("train_grpo.py", "--group-size", "1"), "--group-size 1"),
+    (("train_grpo.py", "--temperature", "0"), "--temperature 0.0"),
+    (("train_grpo.py", "--model", "LLAMA"), "model_type is 'llama'"),
+    (("train_grpo.py", "--data", "LONG", "--max-prompt", "64", "--max-new-tokens", "8"), "even with the last turn only; the limit is 64"),
+    (("train_grpo.py", "--tokens-per-batch", "100"), "--tokens-per-batch 100 must hold"),
+    (("train_grpo.py", "--out", "USED"), "is not empty; choose another folder, or add --resume"),
+    (("train_grpo.py", "--train-initial"), "--train-initial needs --initial rollout"),
+    (("evaluate.py", "respond"), "--model: name a checkpoint"),
+    (("evaluate.py", "chat", "--model", "TINY", "--encoder", "word2vec"), "--encoder 'word2vec'"),
+])
+def test_bad_input_is_one_sentence_case12_case14_case16(tiny, tmp_path, command, words):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]}\n{"prompt": \n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "word " * 200}]}))
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "llama" / name).write_bytes((tiny / name).read_bytes())
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/notes.txt").write_text("mine")
+    names = {"BAD": "bad.jsonl", "EMPTY": "empty.jsonl", "LONG": "long.jsonl", "LLAMA": "llama", "USED": "used"}
+    command = [str(tmp_path / names[c]) if c in names else str(tiny) if c == "TINY" else c for c in command]
+    if command[0].startswith("train") and "--out" not in command:
+        command += ["--out", str(tmp_path / "run")]
+    result = start(*command)
+    assert result.returncode == 2, result.stderr
+    message = result.stderr.strip().splitlines()[-1]
+    assert words in message and "Traceback" not in result.stderr and command[0] in message
+
+
+@pytest.mark.parametrize("script", ["train_sft.py", "train_rm.py", "train_grpo.py", "evaluate.py"])
+def test_help_says_what_is_the_papers_and_what_is_ours(script):
+    result = start(script, "--help")
+    assert result.returncode == 0 and "paper" in result.stdout
+
+
+def test_scripts_stand_alone_without_a_model(tmp_path):
+    result = start("train_grpo.py", "--steps", "1", "--out", tmp_path / "run", *GRPO)
+    assert result.returncode == 0, result.stderr
+    assert "no --model: making a tiny random model" in result.stdout and "no --reward-model" in result.stdout
