@@ -60,8 +60,8 @@ def test_grpo_runs_in_every_variant(tiny, tmp_path, options):
     assert len(first["prompt"]) > 10 and {"reward", "advantage", "tokens", "reply"} <= first["responses"][0].keys()
     if "--beta" in options:
         assert rows[0]["kl"] >= 0
-    if "drop" in options:           # every tiny response is truncated: nothing is left to learn from, and that is counted
-        assert rows[0]["truncated"] > 0.5 and rows[0]["reward"] is None or rows[0]["zero_std_groups"] <= 1
+    if "drop" in options:           # nearly every response of a tiny model is cut: counted, and little is left to learn from
+        assert rows[0]["truncated"] > 0.5
 
 
 @pytest.mark.parametrize("script, options", [
