@@ -43,6 +43,9 @@ class Respond(Policy):
     out: str = option("responses.jsonl", "file to write; it must not exist")
 
 
+ANSWERS = ("completion", "chosen", "rejected", "stage", "state", "strategy")     # a record's own answer: not the model's
+
+
 class Responder:
     """A loaded checkpoint with its exemplars: dialogue states in, two-pass rollouts of one response out."""
 
@@ -72,9 +75,9 @@ def respond(args):
         batch = states[start:start + args.batch_size]
         for state, rollout in zip(batch, responder(batch, progress=True)):
             final = rollout.responses[0]
-            about = {k: v for k, v in state.items() if k not in ("completion", "chosen", "rejected", "state", "strategy", "stage")}
             records.append({
-                **about, "reply": final.reply, "reasoning": final.reasoning, "well_formed": final.well_formed,
+                **{k: v for k, v in state.items() if k not in ANSWERS},
+                "reply": final.reply, "reasoning": final.reasoning, "well_formed": final.well_formed,
                 "finished": final.finished, "tokens": len(final.tokens), "initial": rollout.initial and rollout.initial.text,
                 "exemplars": [{"id": h.exemplar["id"], "score": round(h.score, 4), "reply": h.exemplar["chosen"]}
                               for h in rollout.exemplars],

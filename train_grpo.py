@@ -35,22 +35,18 @@ from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.rollout import two_pass_rollout
 from escrag_min.tiny import model_or_tiny, tiny_reward_model
-from escrag_min.training import (batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint, log_metrics,
-                                 make_optimizer, open_run, save_checkpoint, step_generator, update)
+from escrag_min.training import (RunArgs, batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint,
+                                 log_metrics, make_optimizer, open_run, save_checkpoint, step_generator, update)
 
 
 @dataclass
-class Args:
+class Args(RunArgs):
     model: str = option("", "policy to start from: folder or Hub id, after cold start; none: a tiny random one is made")
     reward_model: str = option("", "reward model folder (train_rm.py); none: a tiny random one is made")
     data: str = option(str(SAMPLES / "preferences.jsonl"), "dialogue states: any JSONL with \"prompt\", or an ESConv file")
-    limit: int | None = option(None, "use so many states, drawn with the seed")
     exemplars: str = option(str(SAMPLES / "preferences.jsonl"), "preference file whose chosen replies are retrieved, an "
                             "ESConv file, or a saved index folder")
     encoder: str = option("tfidf", "encoder for retrieval (ours; the paper names none)")
-    out: str = option("", "run folder; none: a new one under runs/")
-    epochs: float = option(1.0, "passes over the states (ours)")
-    steps: int | None = option(None, "optimizer rounds, instead of --epochs")
     prompts_per_step: int = option(8, "dialogue states per step (ours)")
     group_size: int = option(8, "G, final responses per state (ours)")
     retrieve: int = option(3, "n, exemplars in the final prompt (paper §4: 3); 0: vanilla GRPO, one pass")
@@ -69,15 +65,8 @@ class Args:
     truncated: str = option("keep", "responses cut at --max-new-tokens: keep, or drop from group and loss (ours)",
                             ("keep", "drop"))
     lr: float = option(1e-6, "peak learning rate (ours)")
-    warmup: float = option(0.03, "share of the steps with a rising learning rate (ours)")
-    weight_decay: float = option(0.0, "AdamW weight decay on matrices (ours)")
-    clip_norm: float = option(1.0, "gradient norm is clipped to this (ours)")
-    tokens_per_batch: int = option(4096, "tokens per forward pass (micro-batch); memory, not results, depends on it")
-    checkpoint_blocks: bool = option(False, "recompute activations in the backward pass: less memory, a third more time")
     save_every: int = option(20, "checkpoint every so many steps")
     sample_every: int = option(10, "write the step's rollouts to samples.jsonl every so many steps; 0: never")
-    resume: bool = option(False, "go on with the run in --out from its newest complete checkpoint")
-    seed: int = option(0, "random seed")
 
 
 def check_args(args):
@@ -232,19 +221,21 @@ def step_metrics(rollouts, rewards, raw, totals, entropy, args):
     scored = rewards[~rewards.isnan()]
     spread = [g[~g.isnan()] for g in rewards]
     similarity = [h.score for r in rollouts for h in r.exemplars]
-    tokens = max(totals["tokens"], 1.0)
 
     def share(flags):
         return sum(flags) / len(responses)
+
+    def per_token(total):
+        return total / totals["tokens"] if totals["tokens"] else None
     return {
         "reward": scored.mean().item() if len(scored) else None,             # what GRPO optimises: standardised, penalised
         "reward_std": scored.std(correction=0).item() if len(scored) else None,
         "reward_model_score": sum(raw) / len(raw) if raw else None,         # standardised, of the replies alone
         "zero_std_groups": sum(len(g) < 2 or g.std().item() < 1e-6 for g in spread) / len(spread),
-        "kl": totals["kl"] / tokens if args.beta else None,
-        "ratio": totals["ratio"] / tokens,
-        "clip_share_low": totals["clip_low"] / tokens, "clip_share_high": totals["clip_high"] / tokens,
-        "entropy": entropy * args.inner_steps / tokens,
+        "kl": per_token(totals["kl"]) if args.beta else None,
+        "ratio": per_token(totals["ratio"]),
+        "clip_share_low": per_token(totals["clip_low"]), "clip_share_high": per_token(totals["clip_high"]),
+        "entropy": per_token(entropy * args.inner_steps),
         "response_tokens": sum(len(s.tokens) for s in responses) / len(responses),
         "reply_words": sum(len(s.reply.split()) for s in responses) / len(responses),
         "truncated": share(not s.finished for s in responses),

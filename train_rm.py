@@ -17,33 +17,20 @@ from escrag_min.data import SAMPLES, read_records, split_by_dialogue
 from escrag_min.packing import pack, split_into_packs
 from escrag_min.reward import RewardModel, bradley_terry_loss, reward_tree
 from escrag_min.tiny import model_or_tiny
-from escrag_min.training import (batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint, log_metrics,
-                                 make_optimizer, open_run, save_checkpoint, update)
+from escrag_min.training import (RunArgs, batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint,
+                                 log_metrics, make_optimizer, open_run, save_checkpoint, update)
 
 
 @dataclass
-class Args:
-    model: str = option("", "folder or Hub id of a Qwen-2.5; none: a tiny random one is made")
+class Args(RunArgs):
     data: str = option(str(SAMPLES / "preferences.jsonl"), "preference pairs (TRL JSONL); or an ESConv file: human replies "
                        "against replies of like length from other dialogues")
-    limit: int | None = option(None, "use so many pairs, drawn with the seed")
-    out: str = option("", "run folder; none: a new one under runs/")
     epochs: float = option(2.0, "passes over the data (ours)")
-    steps: int | None = option(None, "optimizer steps, instead of --epochs")
     batch_size: int = option(16, "pairs per optimizer step (ours)")
-    lr: float = option(1e-5, "peak learning rate (ours)")
-    warmup: float = option(0.05, "share of the steps with a rising learning rate (ours)")
-    weight_decay: float = option(0.0, "AdamW weight decay on matrices (ours)")
-    clip_norm: float = option(1.0, "gradient norm is clipped to this (ours)")
     margin: float = option(0.0, "a chosen reply must score this much more (ours)")
     max_length: int = option(2048, "tokens of dialogue and reply; the oldest turns of a longer dialogue are dropped")
     held_out: float = option(0.1, "share of the dialogues kept to measure accuracy (ours)")
     eval_every: int = option(20, "measure held-out accuracy every so many steps")
-    tokens_per_batch: int = option(4096, "tokens per forward pass (micro-batch); memory, not results, depends on it")
-    checkpoint_blocks: bool = option(False, "recompute activations in the backward pass: less memory, a third more time")
-    save_every: int = option(100, "checkpoint every so many steps")
-    resume: bool = option(False, "go on with the run in --out from its newest complete checkpoint")
-    seed: int = option(0, "random seed")
 
 
 def pair_tree(tokenizer, record, max_length):

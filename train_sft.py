@@ -20,31 +20,19 @@ from escrag_min.prompts import fitted_ids, policy_prompt
 from escrag_min.qwen2 import Qwen2
 from escrag_min.sft import sft_loss, sft_weights
 from escrag_min.tiny import model_or_tiny
-from escrag_min.training import (batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint, log_metrics,
-                                 make_optimizer, open_run, save_checkpoint, update)
+from escrag_min.training import (RunArgs, batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint,
+                                 log_metrics, make_optimizer, open_run, save_checkpoint, update)
 
 
 @dataclass
-class Args:
-    model: str = option("", "folder or Hub id of a Qwen-2.5; none: a tiny random one is made")
+class Args(RunArgs):
     data: str = option(str(SAMPLES / "demonstrations.jsonl"), "demonstrations (prompt-completion JSONL) or an ESConv file")
     limit: int | None = option(None, "use so many demonstrations, drawn with the seed; the paper has 500")
-    out: str = option("", "run folder; none: a new one under runs/")
     epochs: float = option(3.0, "passes over the data (ours)")
-    steps: int | None = option(None, "optimizer steps, instead of --epochs")
     batch_size: int = option(16, "demonstrations per optimizer step (ours)")
-    lr: float = option(1e-5, "peak learning rate (ours)")
-    warmup: float = option(0.05, "share of the steps with a rising learning rate (ours)")
-    weight_decay: float = option(0.0, "AdamW weight decay on matrices (ours)")
-    clip_norm: float = option(1.0, "gradient norm is clipped to this (ours)")
     max_length: int = option(2048, "tokens of prompt and reply; the oldest turns of a longer prompt are dropped")
     held_out: float = option(0.05, "share of the dialogues kept for validation; 0: none")
     eval_every: int = option(20, "validate every so many steps")
-    tokens_per_batch: int = option(4096, "tokens per forward pass (micro-batch); memory, not results, depends on it")
-    checkpoint_blocks: bool = option(False, "recompute activations in the backward pass: less memory, a third more time")
-    save_every: int = option(100, "checkpoint every so many steps")
-    resume: bool = option(False, "go on with the run in --out from its newest complete checkpoint")
-    seed: int = option(0, "random seed")
 
 
 def demonstration_tree(tokenizer, record, max_length):

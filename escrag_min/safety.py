@@ -17,7 +17,8 @@ NOTICE = (
 _SELF = r"(?:my ?self|me)"
 _SIGNALS = re.compile("|".join((
     # direct
-    rf"\b(?:kill|hang|shoot|drown|cut|hurt|harm)(?:ing)? {_SELF}\b", r"\bsuicid\w*", r"\bend(?:ing)? (?:my (?:own )?life|it all)\b",
+    rf"\b(?:kill|hang|shoot|drown|cut|hurt|harm)(?:ing)? {_SELF}\b", r"\bsuicid\w*",
+    r"\bend(?:ing)? (?:my (?:own )?life|it all)\b",
     r"\btak(?:e|ing) my (?:own )?life\b", r"\b(?:want|wanted|wish(?:ed)?|going|ready|like) to die\b", r"\bself[- ]?harm\w*",
     r"\boverdos\w*", r"\bi(?:'d| would) rather be dead\b", r"\bwish i (?:was|were) dead\b",
     # indirect
@@ -31,7 +32,8 @@ _SIGNALS = re.compile("|".join((
     r"\b(?:he|she|they)(?:'s| is| are|'re)? (?:going to|will|threatened to|tried to) kill me\b",
 )), re.IGNORECASE)
 _IDIOMS = re.compile(
-    r"\b(?:job|work|boss|homework|suspense|commute|heat|diet|back|feet|head|traffic|waiting|it|that|this)(?:'s| is| was)? killing me\b|"
+    r"\b(?:job|work|boss|homework|suspense|commute|heat|diet|back|feet|head|traffic|waiting|it|that|this)"
+    r"(?:'s| is| was)? killing me\b|"
     r"\b(?:dying|dead) (?:to|of|from|tired|serious|laughing)\b|\b(?:laugh\w*|bored|embarrassed|scared) (?:me )?to death\b|"
     r"\b(?:mum|mom|dad|boss|wife|husband|parents|she|he|they)(?:'s| is| are|'ll| will|'d| would)? (?:going to |gonna )?kill me\b"
     r"(?= (?:if|when|for))|\bcut myself (?:shaving|cooking|some slack|off|a)\b", re.IGNORECASE)

@@ -76,9 +76,9 @@ def model_or_tiny(path, out, what="--model"):
     """The path given, or a tiny model made under out, and then one line that says so."""
     if path:
         return path
-    print(f"no {what}: making a tiny random model in {Path(out) / 'tiny'}; name a real one with {what} Qwen/Qwen2.5-0.5B-Instruct "
-          "or a folder")
-    return make_tiny_model(Path(out) / "tiny") if not (Path(out) / "tiny").exists() else Path(out) / "tiny"
+    folder = Path(out) / "tiny"
+    print(f"no {what}: making a tiny random model in {folder}; name a real one, {what} Qwen/Qwen2.5-0.5B-Instruct or a folder")
+    return folder if folder.exists() else make_tiny_model(folder)
 
 
 def tiny_reward_model(out):

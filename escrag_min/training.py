@@ -14,14 +14,35 @@ import math
 import platform
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from escrag_min.args import option
 from escrag_min.checkpoint import atomic_folder, read_json, read_tensors, write_json
 
 KEEP_CHECKPOINTS = 2
+
+
+@dataclass
+class RunArgs:
+    """The options that mean the same in every trainer. Each adds its own, and its own defaults where they differ."""
+
+    model: str = option("", "folder or Hub id of a Qwen-2.5 to start from; none: a tiny random one is made")
+    out: str = option("", "run folder; none: a new one under runs/")
+    resume: bool = option(False, "go on with the run in --out from its newest complete checkpoint")
+    limit: int | None = option(None, "use so many records of --data, drawn with the seed")
+    epochs: float = option(1.0, "passes over the data (ours)")
+    steps: int | None = option(None, "steps, instead of --epochs")
+    lr: float = option(1e-5, "peak learning rate (ours)")
+    warmup: float = option(0.05, "share of the steps with a rising learning rate (ours)")
+    weight_decay: float = option(0.0, "AdamW weight decay on matrices (ours)")
+    clip_norm: float = option(1.0, "gradient norm is clipped to this (ours)")
+    tokens_per_batch: int = option(4096, "tokens per forward pass (micro-batch); memory, not results, depends on it")
+    checkpoint_blocks: bool = option(False, "recompute activations in the backward pass: less memory, a third more time")
+    save_every: int = option(100, "checkpoint every so many steps")
+    seed: int = option(0, "random seed")
 
 
 def default_device():
@@ -54,13 +75,15 @@ def learning_rate(step, steps, peak, warmup):
 def update(model, optimizer, lr, max_norm=1.0):
     """Clip the gradient to max_norm, take one AdamW step at lr, clear the gradient -> the norm before clipping (float).
 
-    A gradient that is not finite changes nothing: the caller sees the norm and says so.
+    A gradient that is not finite changes nothing, and is said.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
     if math.isfinite(norm):
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
+    else:
+        print(f"step skipped: the gradient's norm is {norm}")
     optimizer.zero_grad(set_to_none=True)
     return norm
 
@@ -106,7 +129,8 @@ def open_run(script, args):
 
 
 def log_metrics(out, metrics):
-    """Append one line to metrics.jsonl."""
+    """Append one line to metrics.jsonl; a value that is not finite becomes null, since JSON has no NaN."""
+    metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
     with open(out / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
 
