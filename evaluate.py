@@ -1,24 +1,37 @@
-"""Responses of a checkpoint, and a talk with it (paper D at inference: the same two passes, no update).
+"""Responses of a checkpoint, their scores, and a talk with it (paper §4, D at inference: the same two passes, no update).
 
     python evaluate.py respond --model runs/grpo/model --data contexts.jsonl --out responses.jsonl
+    python evaluate.py judge   --responses responses.jsonl --judge JUDGE --out runs/judged
+    python evaluate.py compare --a ours.jsonl --b theirs.jsonl --judge JUDGE --out runs/compared
+    python evaluate.py ladder  --base M0 --sft M1 --grpo M2 --rag-grpo M3 --judge JUDGE --out runs/ladder
     python evaluate.py chat    --model runs/grpo/model
+
+JUDGE: a Qwen-2.5 folder or Hub id, an OpenAI-compatible endpoint's URL (with --api-model; key in $OPENAI_API_KEY), rm:FOLDER
+for a reward model, or scripted, a stand-in that only counts words. A killed run goes on when the same command is given again.
 """
 import argparse
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from escrag_min import evaluation
 from escrag_min.args import add_options, check, option, run_script
 from escrag_min.chat import Tokenizer
+from escrag_min.checkpoint import write_json
 from escrag_min.data import SAMPLES, read_records, write_jsonl
+from escrag_min.evaluation import (against_above, compare_table, judge_table, ladder_rows, ladder_table, open_judge,
+                                   plot_ladder, read_responses, summarise)
+from escrag_min.judging import DEFAULT_METRICS, METRICS, reply_statistics
+from escrag_min.llm import Journal
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.rollout import two_pass_rollout
 from escrag_min.safety import HELP_TEXT, NOTICE, crisis_signal
-from escrag_min.training import compute_dtype, default_device
+from escrag_min.training import compute_dtype, default_device, resumable_folder
 
 
 @dataclass
@@ -41,6 +54,46 @@ class Respond(Policy):
     batch_size: int = option(16, "contexts answered together")
     reward_model: str = option("", "also score each reply with this reward model")
     out: str = option("responses.jsonl", "file to write; it must not exist")
+
+
+@dataclass
+class Judging:
+    judge: str = option("scripted", "who judges: folder or Hub id, endpoint URL, rm:FOLDER, or scripted (a stand-in)")
+    api_model: str = option("", "model name at an endpoint")
+    key_env: str = option("OPENAI_API_KEY", "environment variable that holds the endpoint's key")
+    workers: int = option(8, "calls to an endpoint at the same time")
+    out: str = option("", "folder to write; none: a new one under runs/")
+    all_metrics: bool = option(False, "also the two metrics that are ours, Safety and Naturalness")
+
+
+@dataclass
+class Judge(Judging):
+    responses: str = option("responses.jsonl", "file of evaluate.py respond")
+
+
+@dataclass
+class Compare(Judging):
+    a: str = option("", "responses of A")
+    b: str = option("", "responses of B")
+
+
+@dataclass
+class Ladder(Judging):
+    base: str = option("", "the untrained policy; rows without a checkpoint are left out")
+    sft: str = option("", "after cold-start SFT")
+    grpo: str = option("", "after vanilla GRPO (train_grpo.py --retrieve 0)")
+    rag_grpo: str = option("", "after retrieval-augmented GRPO")
+    sweep: str = option("0,2,3,4", "numbers of exemplars to try with --rag-grpo (paper §4: 2, 3, 4)")
+    data: str = option(str(SAMPLES / "contexts.jsonl"), "held-out contexts")
+    limit: int | None = option(None, "so many of them, drawn with the seed (paper §4: 100 of ESConv's test split)")
+    exemplars: str = option(str(SAMPLES / "preferences.jsonl"), "as in respond")
+    encoder: str = option("tfidf", "as in respond")
+    retrieve: int = option(3, "n, exemplars in the rows with retrieval (paper §4: 3)")
+    max_new_tokens: int = option(256, "tokens a response may have")
+    max_prompt: int = option(2048, "tokens a prompt may have")
+    temperature: float = option(0.0, "as in respond")
+    batch_size: int = option(16, "contexts answered together")
+    seed: int = option(0, "random seed")
 
 
 ANSWERS = ("completion", "chosen", "rejected", "stage", "state", "strategy")     # a record's own answer: not the model's
@@ -119,7 +172,71 @@ def chat(args):
         dialogue.append({"role": "assistant", "content": reply})
 
 
+def start_judging(args, script):
+    """-> (folder, judge, journal, metrics)"""
+    out = resumable_folder(args.out, script, args, ("workers", "key_env"))
+    options = {"model": args.api_model, "key_env": args.key_env, "workers": args.workers}
+    metrics = METRICS if args.all_metrics else DEFAULT_METRICS
+    return out, open_judge(args.judge, **options), Journal(out / "journal.jsonl"), metrics
+
+
+def judge_file(args):
+    """Score a responses file: raw scores and a table like the paper's Table 1."""
+    records = read_responses(args.responses)
+    out, judge, journal, metrics = start_judging(args, "judge")
+    scored = evaluation.judge(records.values(), judge, journal, metrics)
+    write_jsonl(out / "scores.jsonl", scored)
+    summary = {"judge": judge.name, **summarise(scored, metrics), "text": reply_statistics(list(records.values()))}
+    write_json(out / "summary.json", summary)
+    print(judge_table(summary) + f"\njudge: {judge.name}; wrote {out}")
+
+
+def compare_files(args):
+    """A against B, blind and in both orders."""
+    check(args.a and args.b, "--a and --b: name two responses files")
+    a, b = read_responses(args.a), read_responses(args.b)
+    out, judge, journal, _ = start_judging(args, "compare")
+    rows, summary = evaluation.compare(a, b, judge, journal)
+    write_jsonl(out / "verdicts.jsonl", rows)
+    write_json(out / "summary.json", {"judge": judge.name, **summary})
+    print(compare_table(summary) + f"\njudge: {judge.name}; wrote {out}")
+
+
+def climb_ladder(args):
+    """The rows of the paper's ablation and the sweep over n: respond, judge, each row against the one above."""
+    checkpoints = {name: getattr(args, name) for name in ("base", "sft", "grpo", "rag_grpo")}
+    check(any(checkpoints.values()), "--base, --sft, --grpo, --rag-grpo: name at least one checkpoint")
+    check(re.fullmatch(r"(\d+(,\d+)*)?", args.sweep), f"--sweep {args.sweep!r}: numbers with commas between, such as 0,2,3,4")
+    rows = ladder_rows(checkpoints, args.retrieve, [int(n) for n in args.sweep.split(",") if n])
+    left_out = [name.replace("_", "-") for name, folder in checkpoints.items() if not folder]
+    if left_out:
+        print(f"rows of {', '.join(left_out)} are left out: no checkpoint was named")
+    out, judge, journal, metrics = start_judging(args, "ladder")
+    table, scored = [], {}
+    for name, folder, n in rows:
+        file = out / f"responses-{re.sub('[^a-z0-9]+', '-', Path(folder).as_posix().lower()).strip('-')}-n{n}.jsonl"
+        if not file.exists():       # two rows of the same checkpoint and n share a file
+            shared = {k: getattr(args, k) for k in ("data", "limit", "exemplars", "encoder", "max_new_tokens", "max_prompt",
+                                                    "temperature", "batch_size", "seed")}
+            respond(Respond(model=folder, retrieve=n, out=str(file), **shared))
+        records = read_responses(file)
+        scored[name] = evaluation.judge(records.values(), judge, journal, metrics, f"{file.stem}/")
+        table.append({"name": name, "n_exemplars": n, "checkpoint": folder, "summary": summarise(scored[name], metrics),
+                      "text": reply_statistics(list(records.values()))})
+    ladder = [r for r in table if not r["name"].startswith("full, n=")]
+    for row, gap in zip(ladder, against_above([r["name"] for r in ladder], scored)):
+        row["against_above"] = gap
+    for row in table[len(ladder):]:
+        row["against_above"] = None
+    write_json(out / "ladder.json", {"judge": judge.name, "rows": table})
+    (out / "ladder.md").write_text(ladder_table(table, markdown=True) + "\n", "utf-8")
+    print(ladder_table(table) + f"\njudge: {judge.name}; wrote {out}" + plot_ladder(table, out / "ladder.png"))
+
+
 COMMANDS = {"respond": (Respond, respond, "answer a file of contexts -> JSONL with both passes and exemplars"),
+            "judge": (Judge, judge_file, "score a responses file from the three perspectives"),
+            "compare": (Compare, compare_files, "two responses files, blind and in both orders"),
+            "ladder": (Ladder, climb_ladder, "the rows of the paper's ablation, and the sweep over n exemplars"),
             "chat": (Policy, chat, "talk to a checkpoint in the terminal")}
 
 

@@ -54,10 +54,11 @@ def pair_scores(model, micro, device):
 
 @torch.no_grad()
 def evaluate(model, trees, args, device):
-    """Held-out pairs -> accuracy (a tie is not correct), that of "the longer reply wins" (in tokens), loss in nats."""
+    """Held-out pairs -> accuracy (a tie is not correct); that of "the longer reply wins" (in tokens; equal lengths count half, as
+    for a coin), which a reward model must beat to know more than length; loss in nats."""
     chosen, rejected = zip(*(pair_scores(model, micro, device) for micro in split_into_packs(trees, args.tokens_per_batch)))
     chosen, rejected = torch.cat(chosen), torch.cat(rejected)
-    longer = sum(len(good) > len(bad) for _, (good, bad) in trees) / len(trees)
+    longer = sum((len(good) > len(bad)) + (len(good) == len(bad)) / 2 for _, (good, bad) in trees) / len(trees)
     return {"held_out_accuracy": (chosen > rejected).float().mean().item(), "longer_wins_accuracy": longer,
             "held_out_loss": bradley_terry_loss(chosen, rejected).mean().item()}
 

@@ -1,16 +1,20 @@
-"""Text -> unit vector, for retrieval. Here: TF-IDF, which needs no download.
+"""Text -> unit vector, for retrieval. Here: TF-IDF, which needs no download. In bert.py: BERT-family sentence encoders.
 
     v_w = (1 + log tf_w) · (1 + log((1 + n) / (1 + df_w))),   then v / |v|
 
 tf_w how often word w is in the text, df_w how many of the n corpus texts hold it. A text without a known word is the zero
 vector: similar to nothing, and no NaN. An encoder is anything with encode(texts) -> float32[n, dim] of unit (or zero) rows,
-fit(texts), to_json(); the paper does not name its encoder, so the default is ours.
+to_json() and, where it learns from the corpus, fit(texts) -> itself; the paper names no encoder, so the default is ours.
 """
 import math
 import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
+
+from escrag_min.bert import BertEncoder
+from escrag_min.checkpoint import resolve
 
 
 class TfidfEncoder:
@@ -52,13 +56,28 @@ def unit_rows(vectors):
 
 
 def make_encoder(name):
-    """The --encoder option -> a new encoder."""
+    """The --encoder option -> a new encoder: "tfidf", or a folder or Hub id of a BERT-family sentence encoder."""
     if name == "tfidf":
         return TfidfEncoder()
-    raise ValueError(f"--encoder {name!r}: only 'tfidf' is built in so far")
+    try:
+        folder = resolve(name)
+    except FileNotFoundError as error:
+        raise ValueError(f"--encoder {name!r}: neither 'tfidf' nor a sentence encoder of the BERT family ({error})") from None
+    return BertEncoder.from_pretrained(folder)
 
 
 def encoder_from_json(value):
-    if value.get("kind") != "tfidf":
-        raise ValueError(f"encoder of kind {value.get('kind')!r}; only 'tfidf' is known")
-    return TfidfEncoder(value["vocabulary"], value["idf"], value["max_words"])
+    """The encoder whose to_json() this is; of a BERT only folder and fingerprint were saved, so the folder must be as it was."""
+    kind = value.get("kind")
+    if kind == "tfidf":
+        return TfidfEncoder(value["vocabulary"], value["idf"], value["max_words"])
+    if kind != "bert":
+        raise ValueError(f"encoder of kind {kind!r}; only 'tfidf' and 'bert' are known")
+    folder = value["folder"]
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"{folder}: the encoder this index was built with is gone; put it back, or build the index again")
+    encoder = BertEncoder.from_pretrained(folder)
+    if encoder.fingerprint != value["fingerprint"]:
+        raise ValueError(f"{folder}: its weights, tokenizer or settings have changed since this index was built with it; "
+                         "build the index again")
+    return encoder

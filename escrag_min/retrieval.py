@@ -4,7 +4,10 @@
 
 φ an encoder of unit vectors, so the inner product is the cosine. Exact search (FAISS IndexFlatIP): no approximation to
 explain. Replies from the dialogue being answered are excluded: they would hand the policy the answer.
+
+A saved index holds index.faiss, exemplars.jsonl, encoder.json, and meta.json: what it was built from, as fingerprints.
 """
+import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import faiss
 
-from escrag_min.checkpoint import atomic_folder, read_json
+from escrag_min.checkpoint import atomic_folder, read_json, write_json
 from escrag_min.data import read_jsonl, read_records, write_jsonl
 from escrag_min.encoder import encoder_from_json, make_encoder, unit_rows
 
@@ -35,14 +38,10 @@ class ExemplarIndex:
         """Fit the encoder on the replies and index them."""
         if not exemplars:
             raise ValueError("ExemplarIndex.build: no exemplars")
-        replies = [e["chosen"] for e in exemplars]
-        if hasattr(encoder, "fit"):
-            encoder.fit(replies)
-        vectors = unit_rows(encoder.encode(replies))
+        vectors = unit_rows(fitted(encoder, exemplars).encode([e["chosen"] for e in exemplars]))
         index = faiss.IndexFlatIP(vectors.shape[1])
         index.add(vectors)
-        kept = [{k: e[k] for k in ("id", "dialogue_id", "prompt", "chosen", "strategy") if k in e} for e in exemplars]
-        return cls(kept, encoder, index)
+        return cls(kept(exemplars), encoder, index)
 
     def search(self, texts, k, exclude_dialogues=None):
         """The k nearest exemplars of each text, best first; fewer where the corpus has fewer that share anything.
@@ -66,19 +65,48 @@ class ExemplarIndex:
             faiss.write_index(self.index, str(folder / "index.faiss"))
             write_jsonl(folder / "exemplars.jsonl", self.exemplars)
             (folder / "encoder.json").write_text(json.dumps(self.encoder.to_json()), "utf-8")
+            write_json(folder / "meta.json", fingerprints(self.exemplars, self.encoder))
 
     @classmethod
-    def load(cls, path):
+    def load(cls, path, encoder=None):
+        """encoder: the one the index was built with, where it is at hand; None: made again from encoder.json."""
         path = Path(path)
         exemplars = [record for record, _ in read_jsonl(path / "exemplars.jsonl")]
         index = faiss.read_index(str(path / "index.faiss"))
         if index.ntotal != len(exemplars):
             raise ValueError(f"{path}: index.faiss holds {index.ntotal} vectors, exemplars.jsonl {len(exemplars)} records")
-        return cls(exemplars, encoder_from_json(read_json(path / "encoder.json")), index)
+        return cls(exemplars, encoder or encoder_from_json(read_json(path / "encoder.json")), index)
 
 
-def open_index(path, encoder="tfidf"):
-    """The --exemplars and --encoder options: a saved index folder, or an index built over a file of preference records."""
+def kept(exemplars):
+    """What an index keeps of preference records."""
+    return [{k: e[k] for k in ("id", "dialogue_id", "prompt", "chosen", "strategy") if k in e} for e in exemplars]
+
+
+def fitted(encoder, exemplars):
+    """The encoder, after it has seen the replies where it learns from them."""
+    return encoder.fit([e["chosen"] for e in exemplars]) if hasattr(encoder, "fit") else encoder
+
+
+def fingerprints(exemplars, encoder):
+    """-> {"corpus", "encoder"}: SHA-256 of everything an index keeps of its exemplars, and of its (fitted) encoder's JSON."""
+    return {name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+            for name, value in (("corpus", kept(exemplars)), ("encoder", encoder.to_json()))}
+
+
+def open_index(path, encoder="tfidf", cache=None):
+    """The --exemplars and --encoder options: a saved index folder, or an index built over a file of preference records.
+
+    cache: a folder where the built index is saved, and found again while the same exemplars and encoder are asked for;
+    an index of others that stands there is replaced.
+    """
     if Path(path).is_dir():
         return ExemplarIndex.load(path)
-    return ExemplarIndex.build(read_records(path, "preference"), make_encoder(encoder))
+    exemplars, encoder = read_records(path, "preference"), make_encoder(encoder)
+    if cache and (Path(cache) / "meta.json").exists():
+        if read_json(Path(cache) / "meta.json") == fingerprints(exemplars, fitted(encoder, exemplars)):
+            return ExemplarIndex.load(cache, encoder)
+    index = ExemplarIndex.build(exemplars, encoder)
+    if cache:
+        index.save(cache)
+    return index

@@ -5,6 +5,9 @@
 The prompts are prefilled as one pack without padding; each sampled row keeps its own length, and a row that has said a
 stop token leaves the cache, so that what is done costs nothing.
 
+Each row has its own uniform numbers, drawn up front, one for each token it may come to: what it draws does not depend on
+when its neighbours stop, and with a generator for each prompt not on who they are.
+
 Temperature 0 is the argmax. top-p and top-k change the distribution that is sampled, hence are off while training: the
 loss scores the policy on exactly what it was sampled from.
 """
@@ -25,14 +28,16 @@ class Completion:
     finished: bool      # a stop token was sampled (False: cut at max_new_tokens)
 
 
-def draw(logits, temperature=1.0, top_p=1.0, top_k=0, generator=None):
-    """One token a row: float[R,V] logits -> int64[R].
+def draw(logits, u=None, temperature=1.0, top_p=1.0, top_k=0):
+    """One token a row: float[R,V] logits and u float64[R] in [0,1) -> int64[R]. Temperature 0 needs no u.
 
     Inverse-CDF sampling: a uniform number falls into the cumulative distribution. In float64, since a float32 sum over
     150k entries loses the rare ones; far cheaper than torch.multinomial.
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
+    if u is None:
+        raise ValueError(f"draw: temperature {temperature} needs u, one uniform number a row")
     logits = logits.double() / temperature
     if top_k and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]                          # [R,1]
@@ -43,8 +48,20 @@ def draw(logits, temperature=1.0, top_p=1.0, top_k=0, generator=None):
         outside = ordered.cumsum(dim=-1) - ordered >= top_p
         probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
     cdf = probs.cumsum(dim=-1)                                                   # [R,V]
-    u = torch.rand(len(cdf), 1, dtype=torch.float64, device=cdf.device, generator=generator)
-    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).squeeze(-1)      # first entry above u: never one of mass 0
+    at = u[:, None] * cdf[:, -1:]                                                # [R,1]
+    return torch.searchsorted(cdf, at, right=True).squeeze(-1)                   # first entry above: never one of mass 0
+
+
+def _uniforms(generator, prompts, copies, max_new_tokens, device):
+    """The numbers that every draw uses: float64[prompts·copies, max_new_tokens] in [0,1), from one stream or one a prompt."""
+    if not isinstance(generator, list):
+        blocks = [(generator, prompts * copies)]
+    elif len(generator) == prompts:
+        blocks = [(g, copies) for g in generator]
+    else:
+        raise ValueError(f"sample: {len(generator)} generators for {prompts} prompts; give one, or one a prompt")
+    return torch.cat([torch.rand(rows, max_new_tokens, dtype=torch.float64, device=g.device if g else device,
+                                 generator=g).to(device) for g, rows in blocks])
 
 
 class _Prefill:
@@ -65,7 +82,8 @@ def sample(model, prompts, samples_per_prompt=1, max_new_tokens=256, temperature
 
     prompts            list of token id lists, of any lengths
     vocab_size         ids that may be drawn: those below it (a checkpoint's last rows may be padding); None: all
-    generator          a torch.Generator on the model's device, for reproducible draws
+    generator          a torch.Generator for reproducible draws, or a list of one a prompt: then a prompt's completions do
+                       not depend on the other prompts
     progress           a tqdm bar over the new tokens
     max_cache_tokens   rows · (prompt + new tokens) held at once; more prompts than that go in turns
     -> list[list[Completion]], [len(prompts)][samples_per_prompt]
@@ -78,12 +96,18 @@ def sample(model, prompts, samples_per_prompt=1, max_new_tokens=256, temperature
     if longest > model.config.max_position_embeddings:
         raise ValueError(f"sample: a prompt with {max_new_tokens} new tokens needs {longest} positions; the model has "
                          f"{model.config.max_position_embeddings}")
+    if not prompts:
+        return []
+    u = None
+    if temperature > 0:
+        u = _uniforms(generator, len(prompts), samples_per_prompt, max_new_tokens, model.model.norm.weight.device)
     together = max(1, max_cache_tokens // (longest * samples_per_prompt))
     completions = []
     bar = tqdm(total=max_new_tokens * -(-len(prompts) // together), desc="sampling", unit="tok", disable=not progress)
     for start in range(0, len(prompts), together):
+        rows = slice(start * samples_per_prompt, (start + together) * samples_per_prompt)
         completions += _sample_together(model, prompts[start:start + together], samples_per_prompt, max_new_tokens,
-                                        temperature, top_p, top_k, stop_tokens, vocab_size, generator, bar)
+                                        u if u is None else u[rows], temperature, top_p, top_k, stop_tokens, vocab_size, bar)
     bar.close()
     return completions
 
@@ -106,8 +130,7 @@ def _prefill(model, prompts, copies, capacity):
     return cache, torch.cat(hidden).repeat_interleave(copies, dim=0)
 
 
-def _sample_together(model, prompts, copies, max_new_tokens, temperature, top_p, top_k, stop_tokens, vocab_size, generator,
-                     bar):
+def _sample_together(model, prompts, copies, max_new_tokens, u, temperature, top_p, top_k, stop_tokens, vocab_size, bar):
     cache, hidden = _prefill(model, prompts, copies, max(map(len, prompts)) + max_new_tokens)
     rows = len(prompts) * copies
     drawn = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=hidden.device)
@@ -117,7 +140,7 @@ def _sample_together(model, prompts, copies, max_new_tokens, temperature, top_p,
     row = torch.arange(rows, device=hidden.device)      # which completion stands in each row of the cache
     for step in range(max_new_tokens):
         logits = model.logits(hidden)[:, :vocab_size]                            # [R,V]
-        token = draw(logits, temperature, top_p, top_k, generator)               # [R]
+        token = draw(logits, u if u is None else u[row, step], temperature, top_p, top_k)       # [R]
         drawn[row, step] = token
         bar.update()
         stopped = torch.isin(token, stops)

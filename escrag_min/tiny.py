@@ -21,16 +21,23 @@ PRE_SPLIT = (r"(?i:'(?:s|t|re|ve|m|ll|d))|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\
 
 
 def sample_texts():
-    """Every text of the built-in samples, and the prompts around them."""
+    """Every text of the built-in samples once, and the prompts around them.
+
+    Once: a reply that also stands in later prompts would get shorter codes than the rejected one beside it.
+    """
     texts = [POLICY_SYSTEM, REWARD_SYSTEM, policy_prompt([], "", [{"prompt": [], "chosen": ""}])[1]["content"]]
     for name, keys in (("demonstrations", ("prompt", "completion")), ("preferences", ("prompt", "chosen", "rejected"))):
         for record, _ in read_jsonl(SAMPLES / f"{name}.jsonl"):
-            texts += [m["content"] for key in keys for m in record[key]]
-    return texts
+            texts += [m["content"].rpartition("</think>\n")[part] for key in keys for m in record[key] for part in (0, 2)]
+    return list(dict.fromkeys(texts))
 
 
-def make_tiny_model(folder, seed=0, hidden=128, layers=4, heads=4, kv_heads=2, words=2048, tie=True):
-    """Write a tiny model folder -> its Path. words: vocabulary size of the tokenizer."""
+def make_tiny_model(folder, seed=0, hidden=128, layers=4, heads=4, kv_heads=2, words=6144, tie=True):
+    """Write a tiny model folder -> its Path.
+
+    words: vocabulary size of the tokenizer. Large enough that a common word is one token, as in a real one: with far fewer,
+    rejected replies, whose words are a little longer, are told by their length.
+    """
     folder = Path(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()

@@ -128,6 +128,26 @@ def open_run(script, args):
     return out
 
 
+def resumable_folder(out, script, args, may_change=()):
+    """A new folder with config.json, or an earlier one of the same script and options to go on with -> Path.
+
+    may_change: options that do not touch the results.
+    """
+    out = Path(out) if out else Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+    options = {k: v for k, v in asdict(args).items() if k not in ("out", *may_change)}
+    if (out / "config.json").exists():
+        earlier = read_json(out / "config.json")
+        changed = [f"--{k}".replace("_", "-") for k in options if options[k] != earlier.get("options", {}).get(k)]
+        if earlier.get("script") != script or changed:
+            raise ValueError(f"--out {out} was made by {earlier.get('script')} with other options ({', '.join(changed)}); choose "
+                             "another folder")
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out} is not an empty folder; choose another")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "config.json", {"script": script, "options": options})
+    return out
+
+
 def log_metrics(out, metrics):
     """Append one line to metrics.jsonl; a value that is not finite becomes null, since JSON has no NaN."""
     metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}

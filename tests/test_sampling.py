@@ -29,7 +29,8 @@ def test_ragged_greedy_batch_equals_one_at_a_time(wave_model):
 def test_sampling_stops_on_any_stop_token_which_stays_case37(wave_model, stops):
     free = [greedy_without_cache(wave_model, p, 12) for p in PROMPTS]
     stop_tokens = [ids[3 * i] for i, ids in enumerate(free)][:stops]
-    for completion, prompt in zip(sample(wave_model, PROMPTS, max_new_tokens=12, temperature=0, stop_tokens=stop_tokens), PROMPTS):
+    drawn = sample(wave_model, PROMPTS, max_new_tokens=12, temperature=0, stop_tokens=stop_tokens)
+    for completion, prompt in zip(drawn, PROMPTS):
         expected = greedy_without_cache(wave_model, prompt, 12, stop_tokens)
         assert completion[0].tokens == expected
         assert completion[0].finished == (expected[-1] in stop_tokens)
@@ -45,8 +46,10 @@ def test_finished_is_about_the_completion_only_case09(wave_model):
 
 def test_temperature_zero_is_argmax_case16():
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.9]])
-    assert draw(logits, 0).tolist() == [1, 0]
-    assert draw(logits, 1e-4).tolist() == [1, 0]
+    assert draw(logits, temperature=0).tolist() == [1, 0]
+    assert draw(logits, torch.tensor([0.5, 0.5]).double(), temperature=1e-4).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="temperature 1.0 needs u"):
+        draw(logits)
 
 
 @pytest.mark.parametrize("kind, expected", [
@@ -55,18 +58,16 @@ def test_temperature_zero_is_argmax_case16():
     ({"top_p": 0.001}, [1, 0, 0, 0])])
 def test_draws_follow_the_distribution(kind, expected):
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(40000, 1)
-    drawn = draw(logits, **kind, generator=torch.Generator().manual_seed(0))
+    drawn = draw(logits, torch.rand(40000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), **kind)
     share = torch.bincount(drawn, minlength=4) / 40000
     torch.testing.assert_close(share, torch.tensor(expected, dtype=torch.float32), atol=0.01, rtol=0)
     assert (share[torch.tensor(expected) == 0] == 0).all()
 
 
-def test_a_token_of_no_mass_is_never_drawn_at_either_end(monkeypatch):
-    logits = torch.full((1, 5), -torch.inf)
-    logits[0, 2] = 0.0
-    for u in (0.0, 1.0 - 2.0**-53):
-        monkeypatch.setattr(torch, "rand", lambda *a, **k: torch.tensor([[u]], dtype=torch.float64))
-        assert draw(logits).item() == 2
+def test_a_token_of_no_mass_is_never_drawn_at_either_end():
+    logits = torch.full((2, 5), -torch.inf)
+    logits[:, 2] = 0.0
+    assert draw(logits, torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)).tolist() == [2, 2]
 
 
 def test_padding_rows_of_the_vocabulary_are_never_sampled(wave_model):
@@ -86,9 +87,23 @@ def test_a_generator_makes_it_reproducible_and_samples_differ(wave_model):
     assert len(set(run(1))) == 16
 
 
-def test_prompts_over_the_cache_budget_go_in_turns(wave_model):
-    whole = sample(wave_model, PROMPTS, max_new_tokens=6, temperature=0)
-    assert sample(wave_model, PROMPTS, max_new_tokens=6, temperature=0, max_cache_tokens=20) == whole
+def test_a_generator_a_prompt_makes_it_independent_of_the_batch(wave_model):
+    def run(which, **options):
+        generators = [torch.Generator().manual_seed(i) for i in which]
+        return sample(wave_model, [PROMPTS[i] for i in which], 2, 10, generator=generators, **options)
+    whole = run([0, 1, 2, 3], stop_tokens=range(0, 61, 5))                  # rows leave the cache at different steps
+    assert len({len(c.tokens) for group in whole for c in group}) > 2
+    assert [run([i], stop_tokens=range(0, 61, 5))[0] for i in range(4)] == whole
+    assert run([2, 0], stop_tokens=range(0, 61, 5)) == [whole[2], whole[0]]
+    with pytest.raises(ValueError, match="1 generators for 4 prompts"):
+        sample(wave_model, PROMPTS, generator=[torch.Generator()])
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_prompts_over_the_cache_budget_go_in_turns(wave_model, temperature):
+    def run(**options):
+        return sample(wave_model, PROMPTS, 2, 6, temperature, generator=torch.Generator().manual_seed(0), **options)
+    assert run(max_cache_tokens=40) == run()
     assert sample(wave_model, [], max_new_tokens=6) == []
 
 
