@@ -40,7 +40,7 @@ class Policy:
     retrieve: int = option(3, "n, exemplars in the final prompt (paper §4: 3); 0: one pass")
     exemplars: str = option(str(SAMPLES / "preferences.jsonl"), "preference file whose chosen replies are retrieved, an "
                             "ESConv file, or a saved index folder")
-    encoder: str = option("tfidf", "encoder for retrieval (ours)")
+    encoder: str = option("tfidf", "for retrieval: tfidf, or a sentence encoder's folder or Hub id (ours)")
     max_new_tokens: int = option(256, "tokens a response may have")
     max_prompt: int = option(2048, "tokens a prompt may have; the oldest turns are dropped to fit")
     temperature: float = option(0.0, "0: the likeliest token each time (ours, for reproducible tables)")

@@ -46,7 +46,8 @@ class Args(RunArgs):
     data: str = option(str(SAMPLES / "preferences.jsonl"), "dialogue states: any JSONL with \"prompt\", or an ESConv file")
     exemplars: str = option(str(SAMPLES / "preferences.jsonl"), "preference file whose chosen replies are retrieved, an "
                             "ESConv file, or a saved index folder")
-    encoder: str = option("tfidf", "encoder for retrieval (ours; the paper names none)")
+    encoder: str = option("tfidf", "for retrieval: tfidf, or a sentence encoder's folder or Hub id such as "
+                          "sentence-transformers/all-MiniLM-L6-v2 (ours; the paper names none)")
     prompts_per_step: int = option(8, "dialogue states per step (ours)")
     group_size: int = option(8, "G, final responses per state (ours)")
     retrieve: int = option(3, "n, exemplars in the final prompt (paper §4: 3); 0: vanilla GRPO, one pass")
@@ -142,8 +143,8 @@ def main(argv=None):
     check_args(args)
     device = default_device()
     states = read_records(args.data, "prompt", args.limit, args.seed)
-    index = open_index(args.exemplars, args.encoder) if args.retrieve else None
     out = open_run("train_grpo", args)
+    index = open_index(args.exemplars, args.encoder, out / "index") if args.retrieve else None
     args.model = str(model_or_tiny(args.model, out))
     args.reward_model = str(args.reward_model or tiny_reward_model(out))
     tokenizer = Tokenizer.from_pretrained(args.model)

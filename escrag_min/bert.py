@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from escrag_min.checkpoint import read_json, read_tensors, resolve, weight_files
+from escrag_min.checkpoint import fill, read_json, resolve, weight_files
 
 POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}     # a folder's words -> ours
 UNUSED = ("pooler.", "cls.", "embeddings.position_ids")     # heads of pre-training, and a buffer that is 0, 1, 2, ...
@@ -126,21 +126,8 @@ def load_bert(folder, config, device):
     """Bert with a folder's weights, in float32. Missing, unexpected and misshapen weights are an error that names them."""
     with torch.device("meta"):
         model = Bert(config)
-    expected = {name: p.shape for name, p in model.named_parameters()}
-    found = {}
-    for name, tensor in read_tensors(folder):
-        name = name.removeprefix("bert.")
-        if name in expected:
-            if tensor.shape != expected[name]:
-                raise ValueError(f"{folder}: {name} has shape {list(tensor.shape)}, config.json implies "
-                                 f"{list(expected[name])}")
-            found[name] = tensor.to(device=device, dtype=torch.float32, copy=True)
-        elif not name.startswith(UNUSED):
-            raise ValueError(f"{folder}: unexpected weight {name}")
-    for name in expected:
-        if name not in found:
-            raise ValueError(f"{folder}: weight {name} is missing")
-    model.load_state_dict(found, assign=True)
+    fill(model, folder, torch.float32, device, ignore=lambda name: name.startswith(UNUSED),
+         rename=lambda name: name.removeprefix("bert."))
     return model.eval().requires_grad_(False)
 
 
@@ -167,7 +154,7 @@ class BertEncoder:
     """Texts to unit vectors. max_length: tokens a text is cut to, [CLS] and [SEP] included; pooling: "mean" or "cls".
 
     fingerprint: SHA-256 over every byte of the weights and tokenizer.json, and over the settings that were read. It takes
-    less time than loading (0.2 s for MiniLM's 91 MB) and, unlike sizes and dates, misses no retraining and survives a copy.
+    less time than loading and, unlike sizes and dates, misses no retraining and survives a copy.
     """
 
     def __init__(self, folder, device="cpu"):

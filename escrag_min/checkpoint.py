@@ -108,37 +108,42 @@ def read_tensors(folder):
             raise ValueError(f"{path}: not a complete safetensors file ({error})") from None
 
 
-def load(cls, path_or_hub_id, dtype=torch.float32, device="cpu", new=(), ignore=()):
-    """A module cls(config) with a folder's weights, in evaluation mode.
+def fill(module, folder, dtype, device, new=(), ignore=lambda name: False, rename=str):
+    """Give a module on the meta device the weights of a folder, each tensor as it is read: they exist once.
 
     new      parameters the folder may lack; they start at zero
-    ignore   names the folder may hold and the module not need
+    ignore   name -> whether the folder may hold it without the module needing it; any other is an error
+    rename   the file's name of a weight -> the module's
     """
-    folder = resolve(path_or_hub_id)
-    config = read_config(folder)
-    with torch.device("meta"):
-        module = cls(config)
     expected = {name: p.shape for name, p in module.named_parameters()}     # a tied head is not listed twice
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     found = {}
     for name, tensor in read_tensors(folder):
+        name = rename(name)
         if name in expected:
             if tensor.shape != expected[name]:
                 raise ValueError(f"{folder}: {name} has shape {list(tensor.shape)}, config.json implies "
                                  f"{list(expected[name])}")
             found[name] = tensor.to(device=device, dtype=dtype, copy=True)
-        elif name not in tied and name not in ignore and not name.endswith("rotary_emb.inv_freq"):
+        elif not ignore(name):
             raise ValueError(f"{folder}: unexpected weight {name}")
     for name in expected.keys() - found.keys():
         if name not in new:
             raise ValueError(f"{folder}: weight {name} is missing")
         found[name] = torch.zeros(expected[name], dtype=dtype, device=device)
     module.load_state_dict(found, strict=False, assign=True)     # strictness was checked by name above
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(True)
+
+
+def load(cls, path_or_hub_id, dtype=torch.float32, device="cpu", new=(), ignore=()):
+    """A module cls(config) with a Qwen-2.5 folder's weights, in evaluation mode. new, ignore: names, see fill."""
+    folder = resolve(path_or_hub_id)
+    config = read_config(folder)
+    with torch.device("meta"):
+        module = cls(config)
+    ignored = {*ignore, *(["lm_head.weight"] if config.tie_word_embeddings else [])}     # a redundant head: it stays tied
+    fill(module, folder, dtype, device, new, lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"))
     if hasattr(module, "tie_weights"):
         module.tie_weights()
-    return module.eval()
+    return module.eval().requires_grad_(True)
 
 
 @contextmanager

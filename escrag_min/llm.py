@@ -182,8 +182,8 @@ def fingerprint(folder):
 class LocalWriter:
     """A Qwen-2.5 from a folder or the Hub: on CUDA if there is one, float32 weights, bf16 compute on CUDA.
 
-    A request's text is a function of its messages, temperature, max_tokens and seed, whatever it is batched with; only where
-    two tokens are equal to the last digit can the batch's shape decide, since matrix products round differently in it.
+    A request's random numbers come from its own seed, whatever it is batched with. What remains is rounding: matrix products
+    of another batch may differ in the last digit (float32 on a CPU, hardly ever another token; bf16 on CUDA, now and then).
     """
 
     def __init__(self, folder, batch_size=16):
@@ -211,8 +211,7 @@ class LocalWriter:
                 indices, prompts = zip(*group[start:start + self.batch_size])
                 seeds = [requests[i].seed for i in indices]
                 for index, text in zip(indices, self._texts(prompts, seeds, temperature, max_tokens)):
-                    on_answer(index, Answer(text) if text.strip() else
-                              Answer(None, "the model ended its turn without a word", permanent=True))
+                    on_answer(index, Answer(text) if text.strip() else Answer(None, "the text is empty", permanent=True))
 
     def _texts(self, prompts, seeds, temperature, max_tokens):
         # generators on the CPU: the same numbers on every device
@@ -250,10 +249,11 @@ class EndpointWriter:
 
     def __init__(self, base_url, model, key_env="OPENAI_API_KEY", workers=8, timeout=60.0, retries=5, backoff=1.0):
         url = urlsplit(base_url)
-        check("@" not in url.netloc, "the endpoint's URL holds a user name or password; the key goes into an environment variable")
+        check("@" not in url.netloc, "an endpoint's URL may hold no user name or password; the key comes from the environment")
         check(url.scheme in ("http", "https") and url.hostname, f"{base_url} is not the http(s) URL of an endpoint")
-        check(workers >= 1 and timeout > 0 and retries >= 0 and backoff >= 0, f"EndpointWriter: workers {workers} must be >= 1, "
-              f"timeout {timeout} must be > 0, retries {retries} and backoff {backoff} must be >= 0")
+        check(workers >= 1, f"{base_url}: workers {workers} must be at least 1")
+        check(timeout > 0 and retries >= 0 and backoff >= 0,
+              f"{base_url}: timeout {timeout} must be > 0, retries {retries} and backoff {backoff} >= 0")
         url = url._replace(path=url.path.rstrip("/") + "/chat/completions", fragment="")
         self.url, self.where = url.geturl(), url.netloc + url.path
         self.model, self.key_env, self.name = model, key_env, f"endpoint:{model}"

@@ -103,9 +103,9 @@ def open_index(path, encoder="tfidf", cache=None):
     if Path(path).is_dir():
         return ExemplarIndex.load(path)
     exemplars, encoder = read_records(path, "preference"), make_encoder(encoder)
-    if cache and (Path(cache) / "meta.json").exists():
-        if read_json(Path(cache) / "meta.json") == fingerprints(exemplars, fitted(encoder, exemplars)):
-            return ExemplarIndex.load(cache, encoder)
+    meta = Path(cache or "") / "meta.json"
+    if cache and meta.exists() and read_json(meta) == fingerprints(exemplars, fitted(encoder, exemplars)):
+        return ExemplarIndex.load(cache, encoder)
     index = ExemplarIndex.build(exemplars, encoder)
     if cache:
         index.save(cache)

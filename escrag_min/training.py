@@ -23,6 +23,7 @@ from escrag_min.args import option
 from escrag_min.checkpoint import atomic_folder, read_json, read_tensors, write_json
 
 KEEP_CHECKPOINTS = 2
+BEFORE_STEP_1 = {"config.json", "index", "tiny", "tiny-rm", "tiny-rm-base"}     # a folder that holds no more is unused
 
 
 @dataclass
@@ -116,7 +117,7 @@ def open_run(script, args):
     out = Path(args.out) if args.out else Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; a folder is needed")
-    if out.exists() and any(out.iterdir()) and not args.resume:
+    if out.exists() and not args.resume and {p.name for p in out.iterdir()} - BEFORE_STEP_1:
         raise ValueError(f"--out {out} is not empty; choose another folder, or add --resume to go on with that run")
     if args.resume and not (out / "config.json").exists():
         raise ValueError(f"--resume: {out} holds no run to go on with")
