@@ -21,7 +21,7 @@ from escrag_min import evaluation
 from escrag_min.args import add_options, check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.checkpoint import write_json
-from escrag_min.data import SAMPLES, read_records, write_jsonl
+from escrag_min.data import SAMPLES, read_finished, read_records, write_jsonl
 from escrag_min.evaluation import (against_above, compare_table, judge_table, ladder_rows, ladder_table, open_judge,
                                    plot_ladder, read_responses, summarise)
 from escrag_min.judging import DEFAULT_METRICS, METRICS, reply_statistics
@@ -31,7 +31,7 @@ from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.rollout import two_pass_rollout
 from escrag_min.safety import HELP_TEXT, NOTICE, crisis_signal
-from escrag_min.training import compute_dtype, default_device, resumable_folder
+from escrag_min.training import compute_dtype, default_device, derived_seed, resumable_folder
 
 
 @dataclass
@@ -108,13 +108,22 @@ class Responder:
         self.tokenizer = Tokenizer.from_pretrained(args.model)
         self.model = Qwen2.from_pretrained(args.model, torch.float32, self.device)
         self.index = open_index(args.exemplars, args.encoder) if args.retrieve else None
-        self.generator = torch.Generator(self.device).manual_seed(args.seed)
 
     def __call__(self, states, progress=False):
-        a = self.args
+        a = self.args       # a random stream of its own for each state: what else is in the batch does not matter
+        generators = [torch.Generator().manual_seed(derived_seed(a.seed, s["id"], len(s["prompt"]))) for s in states]
         with compute_dtype(self.device):
             return two_pass_rollout(self.model, self.tokenizer, states, self.index, 1, a.retrieve, a.max_new_tokens,
-                                    a.temperature, "group", a.max_prompt, self.generator, progress)
+                                    a.temperature, "group", a.max_prompt, generators, progress)
+
+
+def response_record(rollout, args):
+    final = rollout.responses[0]
+    return {"reply": final.reply, "reasoning": final.reasoning, "well_formed": final.well_formed, "finished": final.finished,
+            "tokens": len(final.tokens), "initial": rollout.initial and rollout.initial.text,
+            "exemplars": [{"id": h.exemplar["id"], "score": round(h.score, 4), "reply": h.exemplar["chosen"]}
+                          for h in rollout.exemplars],
+            "turns_dropped": rollout.turns_dropped, "model": args.model, "retrieve": args.retrieve}
 
 
 def respond(args):
@@ -122,28 +131,30 @@ def respond(args):
     out = Path(args.out)
     check(not out.exists(), f"--out {out} exists; choose another name")
     states = read_records(args.data, "prompt", args.limit, args.seed)
+    part = out.with_name(out.name + ".part")        # what a killed run had answered, to go on with
+    records = read_finished(part)
+    same = all((r["model"], r["retrieve"]) == (args.model, args.retrieve) for r in records)
+    check(same and [r["id"] for r in records] == [s["id"] for s in states[:len(records)]],
+          f"{part} holds answers of another command; remove it, or choose another --out")
     responder = Responder(args)
-    records = []
-    for start in range(0, len(states), args.batch_size):
+    part.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(part, records)
+    for start in range(len(records), len(states), args.batch_size):
         batch = states[start:start + args.batch_size]
-        for state, rollout in zip(batch, responder(batch, progress=True)):
-            final = rollout.responses[0]
-            records.append({
-                **{k: v for k, v in state.items() if k not in ANSWERS},
-                "reply": final.reply, "reasoning": final.reasoning, "well_formed": final.well_formed,
-                "finished": final.finished, "tokens": len(final.tokens), "initial": rollout.initial and rollout.initial.text,
-                "exemplars": [{"id": h.exemplar["id"], "score": round(h.score, 4), "reply": h.exemplar["chosen"]}
-                              for h in rollout.exemplars],
-                "model": args.model, "retrieve": args.retrieve})
+        answers = [{**{k: v for k, v in state.items() if k not in ANSWERS}, **response_record(rollout, args)}
+                   for state, rollout in zip(batch, responder(batch, progress=True))]
+        write_jsonl(part, answers, append=True)
+        records += answers
         print(f"{len(records)} of {len(states)} answered", file=sys.stderr)
     if args.reward_model:
         scores = score_replies(RewardModel.from_pretrained(args.reward_model, torch.float32, responder.device),
                                Tokenizer.from_pretrained(args.reward_model), [(r["prompt"], [r["reply"]]) for r in records])
         for record, (value,) in zip(records, scores):
             record["reward"] = value
-    temporary = out.with_name(out.name + ".part")
-    write_jsonl(temporary, records)
-    temporary.rename(out)
+    finished = out.with_name(out.name + ".new")
+    write_jsonl(finished, records)
+    finished.rename(out)
+    part.unlink()
     rewards = [r["reward"] for r in records if "reward" in r]
     print(f"wrote {out}: {len(records)} responses, {sum(r['well_formed'] for r in records)} well-formed, "
           f"{sum(not r['reply'] for r in records)} without a reply"

@@ -33,7 +33,7 @@ from escrag_min.packing import pack, split_into_packs
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
-from escrag_min.rollout import two_pass_rollout
+from escrag_min.rollout import shortest_prompt, two_pass_rollout
 from escrag_min.tiny import model_or_tiny, tiny_reward_model
 from escrag_min.training import (RunArgs, batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint,
                                  log_metrics, make_optimizer, open_run, save_checkpoint, step_generator, update)
@@ -81,6 +81,14 @@ def check_args(args):
     check(args.max_prompt + args.max_new_tokens <= args.tokens_per_batch,
           f"--tokens-per-batch {args.tokens_per_batch} must hold --max-prompt {args.max_prompt} + --max-new-tokens "
           f"{args.max_new_tokens} = {args.max_prompt + args.max_new_tokens}")
+
+
+def check_states(states, tokenizer, args):
+    """Every state must fit now: not in the middle of a long run."""
+    for state in states:
+        need = shortest_prompt(tokenizer, state, args.retrieve, args.max_new_tokens)
+        check(need <= args.max_prompt, f"{state['id']}: its prompt needs {need} tokens even with the last turn only"
+                                       f"{' and a draft' if args.retrieve else ''}; --max-prompt is {args.max_prompt}")
 
 
 def score(rollouts, reward_model, tokenizer, args):
@@ -148,6 +156,7 @@ def main(argv=None):
     args.model = str(model_or_tiny(args.model, out))
     args.reward_model = str(args.reward_model or tiny_reward_model(out))
     tokenizer = Tokenizer.from_pretrained(args.model)
+    check_states(states, tokenizer, args)
     reward_tokenizer = Tokenizer.from_pretrained(args.reward_model)
     policy = Qwen2.from_pretrained(args.model, torch.float32, device)
     policy.model.checkpoint_blocks = args.checkpoint_blocks

@@ -52,8 +52,14 @@ def read_jsonl(path):
     return records
 
 
-def write_jsonl(path, records):
-    with open(path, "w", encoding="utf-8") as file:
+def read_finished(path):
+    """What a killed run wrote: its whole lines as objects, without a last line that was cut."""
+    lines = Path(path).read_text("utf-8").split("\n")[:-1] if Path(path).exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def write_jsonl(path, records, append=False):
+    with open(path, "a" if append else "w", encoding="utf-8") as file:
         for record in records:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 

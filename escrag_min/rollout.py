@@ -32,7 +32,7 @@ class Rollout:
     group: int              # index of the state in the batch
     initial: Response | None
     initial_prompt: list    # ids of pass 1; empty where n = 0
-    exemplars: list         # Hits, best first
+    exemplars: list         # Hits in the final prompt, best first
     prompt: list            # ids of the final pass
     responses: list         # [G] Responses ([1] with initial="rollout")
     turns_dropped: int      # old turns that did not fit the final prompt
@@ -52,7 +52,8 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
     index           ExemplarIndex; not needed where retrieve is 0
     retrieve        n, exemplars in the final prompt; 0: one pass
     initial         "group": one initial response a state; "rollout": one for each of the G
-    prompt_limit    tokens a prompt may have; the oldest turns of the dialogue are dropped to fit
+    prompt_limit    tokens a prompt may have; the oldest turns of the dialogue are dropped to fit, then exemplars
+    generator       for sampling: one, or one a state (with initial="group")
     -> list[Rollout], the states in order; one a state, or group_size a state with initial="rollout"
     """
     if initial not in ("group", "rollout"):
@@ -65,10 +66,7 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
                              vocab_size=len(tokenizer), generator=generator, progress=progress)
         return [[as_response(tokenizer, c) for c in group] for group in completions]
 
-    def prompt_ids(state, draft=None, exemplars=()):
-        return fitted_ids(tokenizer, lambda dialogue: policy_prompt(dialogue, draft, exemplars), state["prompt"], prompt_limit)
-
-    first = [prompt_ids(state) for state in states]
+    first = [fitted_ids(tokenizer, policy_prompt, state["prompt"], prompt_limit) for state in states]
     if retrieve == 0:
         drawn = speak([ids for ids, _ in first], group_size)
         return [Rollout(state, i, None, [], [], ids, responses, dropped)
@@ -77,10 +75,32 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
     copies = 1 if initial == "group" else group_size
     drafts = [(i, draft) for i, group in enumerate(speak([ids for ids, _ in first], copies)) for draft in group]
     hits = index.search([draft_text(draft) for _, draft in drafts], retrieve, [states[i]["dialogue_id"] for i, _ in drafts])
-    final = [prompt_ids(states[i], draft_text(draft), [h.exemplar for h in found]) for (i, draft), found in zip(drafts, hits)]
-    drawn = speak([ids for ids, _ in final], group_size // copies)   # G, or 1 each
-    return [Rollout(states[i], i, draft, first[i][0], found, ids, responses, dropped)
-            for (i, draft), found, (ids, dropped), responses in zip(drafts, hits, final, drawn)]
+    final = [final_prompt(tokenizer, states[i]["prompt"], draft_text(draft), found, prompt_limit)
+             for (i, draft), found in zip(drafts, hits)]
+    drawn = speak([ids for ids, _, _ in final], group_size // copies)   # G, or 1 each
+    return [Rollout(states[i], i, draft, first[i][0], shown, ids, responses, dropped)
+            for (i, draft), (ids, dropped, shown), responses in zip(drafts, final, drawn)]
+
+
+def final_prompt(tokenizer, dialogue, draft, hits, limit):
+    """Pass 2's prompt -> (ids, old turns dropped, Hits shown). Where the last turn alone is too long with all exemplars, the
+    least similar ones are left out."""
+    for n in range(len(hits), -1, -1):
+        exemplars = [h.exemplar for h in hits[:n]]
+        try:
+            ids, dropped = fitted_ids(tokenizer, lambda turns: policy_prompt(turns, draft, exemplars), dialogue, limit)
+            return ids, dropped, hits[:n]
+        except ValueError:
+            if n == 0:
+                raise
+
+
+def shortest_prompt(tokenizer, state, retrieve, max_new_tokens):
+    """Tokens the longest prompt of a state needs at least: its last turn, and in pass 2 a draft of max_new_tokens."""
+    last = state["prompt"][-1:]
+    if not retrieve:
+        return len(tokenizer.render(policy_prompt(last)))
+    return len(tokenizer.render(policy_prompt(last, ""))) + max_new_tokens
 
 
 def as_response(tokenizer, completion):

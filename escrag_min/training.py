@@ -21,6 +21,7 @@ import torch
 
 from escrag_min.args import option
 from escrag_min.checkpoint import atomic_folder, read_json, read_tensors, write_json
+from escrag_min.data import read_finished, write_jsonl
 
 KEEP_CHECKPOINTS = 2
 BEFORE_STEP_1 = {"config.json", "index", "tiny", "tiny-rm", "tiny-rm-base"}     # a folder that holds no more is unused
@@ -193,6 +194,4 @@ def forget_after(out, step):
     """Cut metrics.jsonl and samples.jsonl back to the finished steps, so that the steps done again are not there twice."""
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (out / name).exists():
-            lines = (out / name).read_text("utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            (out / name).write_text("".join(kept), "utf-8")
+            write_jsonl(out / name, [record for record in read_finished(out / name) if record["step"] <= step])

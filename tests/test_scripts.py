@@ -130,7 +130,7 @@ def bad_file(tmp_path, text):
     (("train_grpo.py", "--group-size", "1"), "--group-size 1"),
     (("train_grpo.py", "--temperature", "0"), "--temperature 0.0"),
     (("train_grpo.py", "--model", "LLAMA"), "model_type is 'llama'"),
-    (("train_grpo.py", "--data", "LONG", "--max-prompt", "64", "--max-new-tokens", "8"), "even with the last turn only; the limit is 64"),
+    (("train_grpo.py", "--data", "LONG", "--max-prompt", "64", "--max-new-tokens", "8"), "even with the last turn only and a draft; --max-prompt is 64"),
     (("train_grpo.py", "--tokens-per-batch", "100"), "--tokens-per-batch 100 must hold"),
     (("train_grpo.py", "--out", "USED"), "is not empty; choose another folder, or add --resume"),
     (("train_grpo.py", "--train-initial"), "--train-initial needs --initial rollout"),
