@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from escrag_min.args import check, option, parse, run_script
 from escrag_min.checkpoint import write_json
 from escrag_min.data import SAMPLES, write_jsonl
-from escrag_min.llm import Journal, open_writer
+from escrag_min.journal import Journal
+from escrag_min.llm import open_writer
 from escrag_min.preference import RULES, build, collect, read_cards
 from escrag_min.scripted import scripted_writer
 from escrag_min.training import resumable_folder

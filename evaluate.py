@@ -24,8 +24,8 @@ from escrag_min.checkpoint import write_json
 from escrag_min.data import SAMPLES, read_finished, read_records, write_jsonl
 from escrag_min.evaluation import (against_above, compare_table, judge_table, ladder_rows, ladder_table, open_judge,
                                    plot_ladder, read_responses, summarise)
+from escrag_min.journal import Journal
 from escrag_min.judging import DEFAULT_METRICS, METRICS, reply_statistics
-from escrag_min.llm import Journal
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
@@ -130,7 +130,7 @@ def respond(args):
     """One JSON line a context: both passes, exemplars with similarity, and the reply."""
     out = Path(args.out)
     check(not out.exists(), f"--out {out} exists; choose another name")
-    states = read_records(args.data, "prompt", args.limit, args.seed)
+    states = read_records(args.data, "prompt", args.limit, args.seed, flagged=True)
     part = out.with_name(out.name + ".part")        # what a killed run had answered, to go on with
     records = read_finished(part)
     same = all((r["model"], r["retrieve"]) == (args.model, args.retrieve) for r in records)

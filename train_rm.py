@@ -65,8 +65,8 @@ def evaluate(model, trees, args, device):
 
 @torch.no_grad()
 def reward_statistics(model, trees, args, device):
-    """Mean and std of the scores on the training replies, with which a reward is standardised."""
-    scores = [torch.cat(pair_scores(model, micro, device)) for micro in split_into_packs(trees, args.tokens_per_batch)]
+    """Mean and std of the scores on training replies (of 1000 pairs at most), with which a reward is standardised."""
+    scores = [torch.cat(pair_scores(model, micro, device)) for micro in split_into_packs(trees[:1000], args.tokens_per_batch)]
     scores = torch.cat(scores)
     return scores.mean().item(), scores.std().item()
 
@@ -92,6 +92,7 @@ def main(argv=None):
     print(f"{len(train)} pairs, {len(held_out)} held out, {dropped + dropped_too} dropped (both replies the same), "
           f"{steps} steps on {device}, writing {out}")
 
+    result = None
     bar = tqdm(range(first, steps), initial=first, total=steps, desc="rm")
     for step in bar:
         began, loss, correct = time.time(), 0.0, 0
@@ -107,12 +108,13 @@ def main(argv=None):
         metrics = {"step": step + 1, "loss": loss, "accuracy": correct / len(batch), "lr": lr, "grad_norm": norm,
                    "seconds": time.time() - began}
         if (step + 1) % args.eval_every == 0 or step + 1 == steps:
-            metrics.update(evaluate(model, held_out, args, device))
+            result = evaluate(model, held_out, args, device)
+            metrics.update(result)
         log_metrics(out, metrics)
         bar.set_postfix(loss=f"{loss:.3f}")
         if (step + 1) % args.save_every == 0 and step + 1 < steps:
             save_checkpoint(out, step + 1, model, optimizer, args.model)
-    result = evaluate(model, held_out, args, device)
+    result = result or evaluate(model, held_out, args, device)      # none where --resume found nothing left to do
     model.mean, model.std = reward_statistics(model, train, args, device)
     model.save_pretrained(out / "model", args.model)
     print(f"held-out accuracy {result['held_out_accuracy']:.3f} on {len(held_out)} pairs "

@@ -12,6 +12,8 @@ import json
 import random
 from pathlib import Path
 
+from escrag_min.safety import crisis_signal
+
 SAMPLES = Path(__file__).parent / "samples"
 REPLIES = {"prompt": (), "demonstration": ("completion",), "preference": ("chosen", "rejected")}
 
@@ -101,16 +103,24 @@ def _record(raw, where, kind):
     return record
 
 
-def read_records(path, kind, limit=None, seed=0):
+def read_records(path, kind, limit=None, seed=0, flagged=False):
     """Records of one kind ("prompt", "demonstration", "preference") from a JSON-lines file, or made from an ESConv file.
 
     Any record with a "prompt" serves as a dialogue state. limit: so many, drawn at random with the seed; None: all.
+    flagged: also those with a true "risk" (ESConv: where safety.py finds a crisis signal); else they are left out, and counted.
     """
     path = Path(path)
     if is_esconv(path):
         records = esconv_records(read_esconv(path), kind, seed)
     else:
         records = [_record(raw, where, kind) for raw, where in read_jsonl(path)]
+    if not flagged:
+        safe = [r for r in records if not r.get("risk")]
+        if len(safe) < len(records):
+            print(f"{path}: {len(records) - len(safe)} of {len(records)} records are flagged as risk and left out")
+        if not safe:
+            raise ValueError(f"{path}: every record is flagged as risk")
+        records = safe
     if limit is not None and limit < len(records):
         keep = sorted(random.Random(seed).sample(range(len(records)), limit))
         records = [records[i] for i in keep]
@@ -202,6 +212,7 @@ def esconv_records(dialogues, kind, seed=0):
             record = {**about, "id": f"{d['dialogue_id']}-{i:02d}", "strategy": ", ".join(strategies),
                       "stage": STAGE_OF_STRATEGY.get(strategies[0], "Exploration"),
                       "prompt": [{"role": m["role"], "content": m["content"]} for m in d["messages"][:i]]}
+            record["risk"] = any(crisis_signal(m["content"]) for m in record["prompt"] if m["role"] == "user")
             record["state"] = f"The client feels {d['emotion_type']} about {d['problem_type']}."
             if kind == "demonstration":
                 record["completion"] = reasoned_reply(record, turn["content"])

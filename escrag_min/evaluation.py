@@ -7,9 +7,10 @@ import torch
 
 from escrag_min.chat import Tokenizer
 from escrag_min.data import read_jsonl
+from escrag_min.journal import Request, ask
 from escrag_min.judging import (METRICS, PERSPECTIVES, average, bootstrap_interval, holm, paired_bootstrap, parse_preference,
                                 parse_scores, pairwise_summary, perspective_means)
-from escrag_min.llm import Request, ask, open_writer
+from escrag_min.llm import open_writer
 from escrag_min.prompts import compare_prompt, score_prompt
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.scripted import scripted_writer
@@ -189,9 +190,10 @@ def ladder_table(rows, markdown=False):
         gap, text = r["against_above"] or {}, r["text"]
         lines.append([
             r["name"], str(r["n_exemplars"]), number(r["summary"]["average"]),
-            "[{}, {}]".format(*map(number, r["summary"]["interval"])), number(gap.get("difference"), "+.2f"), f"[{number(gap.get('low'))}, {number(gap.get('high'))}]" if gap else "-",
-            number(gap.get("p_holm"), ".3f"), number(text["words"], ".0f"), number(text["question_rate"]),
-            number(text["early_advice_rate"]), number(text["distinct_2"])])
+            "[{}, {}]".format(*map(number, r["summary"]["interval"])), number(gap.get("difference"), "+.2f"),
+            f"[{number(gap.get('low'))}, {number(gap.get('high'))}]" if gap else "-", number(gap.get("p_holm"), ".3f"),
+            number(text["words"], ".0f"), number(text["question_rate"]), number(text["early_advice_rate"]),
+            number(text["distinct_2"])])
     if markdown:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]

@@ -21,7 +21,7 @@ from collections import Counter
 
 from escrag_min.data import is_esconv, read_esconv, read_jsonl, reasoned_reply
 from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, average, parse_scores, perspective_means
-from escrag_min.llm import Request, ask
+from escrag_min.journal import Request, ask
 from escrag_min.prompts import STAGES, STEPS, STRATEGIES, candidate_prompt, client_prompt, score_prompt
 from escrag_min.safety import HELP_TEXT, crisis_signal
 from escrag_min.training import derived_seed
@@ -259,18 +259,13 @@ def collect(dialogues, args):
     """Scored dialogues -> (preference records, cold-start records, report)."""
     preferences, cold_start, discarded, ended = [], [], Counter(), Counter(d["ended"].split(":")[0] for d in dialogues)
     for d in dialogues:
-        flagged = d["ended"] in ("risk", "risk card")
-        if flagged:
+        if d["ended"] in ("risk", "risk card"):     # the flagged state never came to candidates
             discarded[f"dialogue: {d['ended']}"] += 1
         about = {k: d["card"][k] for k in ("emotion_type", "problem_type", "situation")}
         for number, exchange in enumerate(d["exchanges"]):
             where = {"id": f"{d['id']}-{number + 1}", "dialogue_id": d["id"], **about}
             discarded["candidate: failed"] += sum(c["failed"] is not None for c in exchange["candidates"])
             standing = [c for c in exchange["candidates"] if c["failed"] is None]
-            risky = any(crisis_signal(m["content"]) for m in exchange["prompt"] if m["role"] == "user")
-            if risky:
-                discarded["state: risk flag"] += 1
-                continue
             best = next((c for c in standing if c["number"] == exchange["best"]), None)
             if best and average(best["scores"]) >= args.demonstration_score:
                 cold_start.append({**where, **notes(best), "prompt": exchange["prompt"],

@@ -14,10 +14,9 @@ NOTICE = (
     "Research software, not a counselor: it can be wrong, it keeps no watch over you, and it is no substitute for professional "
     "help. If you are in crisis, please contact your local emergency number or a crisis line.")
 
-_SELF = r"(?:my ?self|me)"
 _SIGNALS = re.compile("|".join((
     # direct
-    rf"\b(?:kill|hang|shoot|drown|cut|hurt|harm)(?:ing)? {_SELF}\b", r"\bsuicid\w*",
+    r"\b(?:kill|hang|shoot|drown|cut|hurt|harm)(?:ing)? my ?self\b", r"\bsuicid\w*",
     r"\bend(?:ing)? (?:my (?:own )?life|it all)\b",
     r"\btak(?:e|ing) my (?:own )?life\b", r"\b(?:want|wanted|wish(?:ed)?|going|ready|like) to die\b", r"\bself[- ]?harm\w*",
     r"\boverdos\w*", r"\bi(?:'d| would) rather be dead\b", r"\bwish i (?:was|were) dead\b",
@@ -27,7 +26,9 @@ _SIGNALS = re.compile("|".join((
     r"\b(?:better|easier) (?:off )?(?:without me|if i (?:was|were) ?(?:n't|not|just)? ?(?:gone|dead|here|there|around))\b",
     r"\bif i (?:just )?(?:wasn't|weren't|was not|were not) (?:here|there|around|alive|in the picture)\b",
     r"\b(?:not|never) wak(?:e|ing) up\b(?! (?:late|early|on time|in time))", r"\bcan't (?:go on|keep living)\b",
-    r"\bgave away (?:all )?my things\b", r"\bsay(?:ing)? goodbye to everyone\b",
+    r"\bsay(?:ing)? goodbye to everyone\b", r"\bplanned anything (?:past|after|beyond)\b",
+    r"\b(?:gave|giving|given) (?:away )?(?:all )?(?:my|the) (?:dog|cat|pets?|things|books|clothes|bike)(?: away| to my)\b",
+    r"\b(?:gave|giving|given) away (?:all )?my things\b", r"\bgave my (?:flatmate|friend|brother|sister|neighbou?r) my\b",
     # danger from others
     r"\b(?:he|she|they)(?:'s| is| are|'re)? (?:going to|will|threatened to|tried to) kill me\b",
 )), re.IGNORECASE)

@@ -56,6 +56,14 @@ def test_trl_formats_explicit_and_implicit_prompt(tmp_path):
     assert len(read_records(tmp_path / "records.jsonl", "preference", limit=1)) == 1
 
 
+def test_flagged_records_are_left_out_and_counted(tmp_path, capsys):
+    file = write(tmp_path, {"prompt": HI, "risk": True}, {"prompt": HI, "risk": False}, {"prompt": HI})
+    assert len(read_records(file, "prompt")) == 2 and "1 of 3 records are flagged as risk" in capsys.readouterr().out
+    assert len(read_records(file, "prompt", flagged=True)) == 3
+    with pytest.raises(ValueError, match="every record is flagged"):
+        read_records(SAMPLES / "crisis.jsonl", "demonstration")
+
+
 def test_whole_dialogues_are_held_out():
     records = [{"dialogue_id": f"d{i // 3}"} for i in range(30)]
     train, held_out = split_by_dialogue(records, 0.2)

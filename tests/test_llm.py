@@ -16,8 +16,9 @@ import torch
 from conftest import ROOT
 
 from escrag_min.checkpoint import read_json, write_json
-from escrag_min.llm import (RETRY_AFTER_MAX, Answer, EndpointWriter, Journal, LocalWriter, Request, ScriptedWriter, ask,
-                            fingerprint, open_writer, request_hash, seconds_to_wait)
+from escrag_min.endpoint import RETRY_AFTER_MAX, EndpointWriter, seconds_to_wait
+from escrag_min.journal import Answer, Journal, Request, ask, request_hash
+from escrag_min.llm import LocalWriter, ScriptedWriter, fingerprint, open_writer
 from escrag_min.qwen2 import Qwen2
 
 KEY = "sk-secret-0123456789"
@@ -292,7 +293,8 @@ def test_a_password_in_the_url_is_refused_and_not_repeated():
 
 FORKER = """
 import json, os, signal, sys
-from escrag_min.llm import EndpointWriter, Journal, Request, ask
+from escrag_min.endpoint import EndpointWriter
+from escrag_min.journal import Journal, Request, ask
 for line in iter(sys.stdin.readline, ""):
     url, path, n = json.loads(line)
     pid = os.fork()

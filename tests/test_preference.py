@@ -6,7 +6,8 @@ import pytest
 import build_pref
 from escrag_min.data import read_records
 from escrag_min.judging import DEFAULT_METRICS, METRICS
-from escrag_min.llm import Answer, Journal, ScriptedWriter
+from escrag_min.journal import Answer, Journal
+from escrag_min.llm import ScriptedWriter
 from escrag_min.preference import build, client_line, collect, dominates, named, read_cards, select_pair, similarity, spoken
 from escrag_min.prompts import candidate_prompt, client_prompt, compare_prompt, score_prompt
 from escrag_min.safety import HELP_TEXT

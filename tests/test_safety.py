@@ -20,6 +20,13 @@ def test_idioms_are_no_signal(text):
     assert crisis_signal(text) is None
 
 
+def test_every_crisis_dialogue_of_the_samples_is_flagged():
+    said = {}
+    for record in read_records(SAMPLES / "crisis.jsonl", "prompt", flagged=True):
+        said[record["dialogue_id"]] = [m["content"] for m in record["prompt"] if m["role"] == "user"]
+    assert len(said) == 6 and all(any(map(crisis_signal, lines)) for lines in said.values())
+
+
 def test_sample_contexts_and_pairs_raise_no_flag():
     for name, kind in (("contexts", "prompt"), ("preferences", "preference")):
         flagged = [(r["id"], crisis_signal(m["content"])) for r in read_records(SAMPLES / f"{name}.jsonl", kind)
