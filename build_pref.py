@@ -14,7 +14,8 @@ from escrag_min.checkpoint import write_json
 from escrag_min.data import SAMPLES, write_jsonl
 from escrag_min.journal import Journal
 from escrag_min.llm import open_writer
-from escrag_min.preference import RULES, build, collect, read_cards
+from escrag_min.preference import RULES, collect
+from escrag_min.roleplay import build, read_cards
 from escrag_min.scripted import scripted_writer
 from escrag_min.training import resumable_folder
 

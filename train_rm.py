@@ -34,7 +34,7 @@ class Args(RunArgs):
 
 
 def pair_tree(tokenizer, record, max_length):
-    """A pair as (dialogue ids, [chosen ids, rejected ids]): the replies as the client would see them."""
+    """A pair as ((dialogue ids, [chosen ids, rejected ids]), old turns dropped): the replies as the client would see them."""
     replies = [split_think(record[key])[1] for key in ("chosen", "rejected")]
     return reward_tree(tokenizer, record["prompt"], replies, max_length)
 
@@ -82,15 +82,16 @@ def main(argv=None):
     tokenizer = Tokenizer.from_pretrained(args.model)
     train, held_out = ([pair_tree(tokenizer, r, args.max_length) for r in part]
                        for part in split_by_dialogue(records, args.held_out, args.seed))
-    (train, dropped), (held_out, dropped_too) = usable_pairs(train), usable_pairs(held_out)
+    turns_dropped = sum(dropped for _, dropped in train + held_out)
+    (train, same), (held_out, same_too) = (usable_pairs([tree for tree, _ in part]) for part in (train, held_out))
     check(train and held_out, f"{args.data}: no pair is left to train on or to measure with")
     model = RewardModel.from_pretrained(args.model, torch.float32, device).train()
     model.model.checkpoint_blocks = args.checkpoint_blocks
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
     first = load_checkpoint(out, model, optimizer) if args.resume else 0
-    print(f"{len(train)} pairs, {len(held_out)} held out, {dropped + dropped_too} dropped (both replies the same), "
-          f"{steps} steps on {device}, writing {out}")
+    print(f"{len(train)} pairs, {len(held_out)} held out, {same + same_too} dropped (both replies the same), "
+          f"{turns_dropped} old turns dropped to fit --max-length; {steps} steps on {device}, writing {out}")
 
     result = None
     bar = tqdm(range(first, steps), initial=first, total=steps, desc="rm")

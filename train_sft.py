@@ -36,11 +36,11 @@ class Args(RunArgs):
 
 
 def demonstration_tree(tokenizer, record, max_length):
-    """A demonstration as (prompt ids, [reply ids]): the prompt of pass 1, the reasoned reply with its end of turn."""
+    """A demonstration as ((prompt ids, [reply ids]), old turns dropped): pass 1's prompt, the reasoned reply, its end of turn."""
     reply = tokenizer.reply_ids(record["completion"])
     check(len(reply) < max_length, f"{record['id']}: the completion alone has {len(reply)} tokens, --max-length is {max_length}")
-    prompt, _ = fitted_ids(tokenizer, policy_prompt, record["prompt"], max_length - len(reply))
-    return prompt, [reply]
+    prompt, dropped = fitted_ids(tokenizer, policy_prompt, record["prompt"], max_length - len(reply))
+    return (prompt, [reply]), dropped
 
 
 def batch_loss(model, trees, args, device, backward=False):
@@ -67,14 +67,16 @@ def main(argv=None):
     args.model = str(model_or_tiny(args.model, out))
     tokenizer = Tokenizer.from_pretrained(args.model)
     train, held_out = split_by_dialogue(records, args.held_out, args.seed) if args.held_out else (records, [])
-    trees = [demonstration_tree(tokenizer, r, args.max_length) for r in train]
-    held_out_trees = [demonstration_tree(tokenizer, r, args.max_length) for r in held_out]
+    fitted = [demonstration_tree(tokenizer, r, args.max_length) for r in train + held_out]
+    turns_dropped = sum(dropped for _, dropped in fitted)
+    trees, held_out_trees = ([tree for tree, _ in part] for part in (fitted[:len(train)], fitted[len(train):]))
     model = Qwen2.from_pretrained(args.model, torch.float32, device).train()
     model.model.checkpoint_blocks = args.checkpoint_blocks
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(trees) / args.batch_size)
     first = load_checkpoint(out, model, optimizer) if args.resume else 0
-    print(f"{len(train)} demonstrations, {len(held_out)} held out, {steps} steps on {device}, writing {out}")
+    print(f"{len(train)} demonstrations, {len(held_out)} held out, {turns_dropped} old turns dropped to fit "
+          f"--max-length; {steps} steps on {device}, writing {out}")
 
     bar = tqdm(range(first, steps), initial=first, total=steps, desc="sft")
     for step in bar:

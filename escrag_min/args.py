@@ -52,7 +52,8 @@ def run_script(main):
     try:
         main()
     except KeyboardInterrupt:
-        print("\nstopped; what was saved is complete, and --resume goes on from the newest checkpoint", file=sys.stderr)
+        print("\nstopped; what was saved is complete (a trainer goes on with --resume, the others with the same command)",
+              file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:
         if os.environ.get("ESCRAG_TRACEBACK"):

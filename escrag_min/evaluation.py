@@ -8,8 +8,18 @@ import torch
 from escrag_min.chat import Tokenizer
 from escrag_min.data import read_jsonl
 from escrag_min.journal import Request, ask
-from escrag_min.judging import (METRICS, PERSPECTIVES, average, bootstrap_interval, holm, paired_bootstrap, parse_preference,
-                                parse_scores, pairwise_summary, perspective_means)
+from escrag_min.judging import (
+    METRICS,
+    PERSPECTIVES,
+    average,
+    bootstrap_interval,
+    holm,
+    paired_bootstrap,
+    pairwise_summary,
+    parse_preference,
+    parse_scores,
+    perspective_means,
+)
 from escrag_min.llm import open_writer
 from escrag_min.prompts import compare_prompt, score_prompt
 from escrag_min.reward import RewardModel, score_replies

@@ -127,7 +127,12 @@ def _number(value, high):
 
 
 def perspective_means(scores, metrics=DEFAULT_METRICS):
-    """{metric key: number} -> {perspective: mean of its metrics}, without the perspectives that lack one of theirs."""
+    """{metric key: number} -> {perspective: mean of its metrics}, without the perspectives that lack one of theirs.
+
+    {"Client": x, "Counselor": y, "Judge": z} are such means already.
+    """
+    if all(p in scores for p in PERSPECTIVES):
+        return {p: scores[p] for p in PERSPECTIVES}
     means = {}
     for perspective in PERSPECTIVES:
         keys = [m.key for m in metrics if m.perspective == perspective]

@@ -1,36 +1,20 @@
-"""ESC-Preference (paper §3): role-played dialogues, candidates by three reasoning stages, scores from three perspectives,
-stage-wise selection, dominance-based filtering.
-
-    for each exchange, all dialogues together:
-        the client of the role card says a line                                            client
-        K candidates: stage -> state -> strategy -> reply                                  propose
-        each candidate is scored by Client, Counselor and Judge                            score
-        the best one is what the counselor says; a pair of the state may be kept           select
+"""ESC-Preference (paper §3): dominance-based filtering of scored candidates, and what is written.
 
     a dominates b  iff  a >= b in all three perspective means, a > b in one, and mean(a) - mean(b) >= margin      dominates
-    pair           =    chosen: the non-dominated candidate of the highest mean; rejected: the one it dominates by the largest gap
+    pair           =    chosen: the non-dominated candidate of the highest mean; rejected: the one it dominates by the
+                        largest gap; at most one pair a state                                                     select_pair
 
-Which rule the paper uses is not known to us; rule and margin are ours, with the stricter readings as options.
-
-Every call to a writer goes through a journal (llm.py): the build is a function of the journal, so a killed run that is started
-again asks only what is missing and writes the same files.
+Which rule the paper uses is not known to us; rule and margin are ours, with other readings as options. The dialogues come
+from roleplay.py.
 """
 import difflib
-import re
 from collections import Counter
 
-from escrag_min.data import is_esconv, read_esconv, read_jsonl, reasoned_reply
+from escrag_min.data import reasoned_reply
 from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, average, parse_scores, perspective_means
-from escrag_min.journal import Request, ask
-from escrag_min.prompts import STAGES, STEPS, STRATEGIES, candidate_prompt, client_prompt, score_prompt
-from escrag_min.safety import HELP_TEXT, crisis_signal
-from escrag_min.training import derived_seed
 
 RULES = ("perspective", "metric", "strict", "margin")
-REQUIRED = ("id", "emotion_type", "problem_type", "situation", "initial_intensity")
 
-
-# --- dominance: pure functions of scores ---
 
 def dominates(a, b, rule="perspective", margin=0.5, metrics=DEFAULT_METRICS):
     """Whether scores a dominate scores b. Scores: {metric key: number}, complete.
@@ -98,162 +82,6 @@ def select_pair(candidates, rule="perspective", margin=0.5, max_similarity=0.8, 
         return None
     return chosen, min(rejected, key=lambda c: average(c["scores"], metrics))
 
-
-# --- role cards ---
-
-def read_cards(path):
-    """Role cards from a JSON-lines file of ours, or out of an ESConv file (those with a situation and an intensity)."""
-    if is_esconv(path):
-        dialogues = read_esconv(path)
-        raw = [({**{k: d[k] for k in REQUIRED[1:]}, "id": d["dialogue_id"]}, f"{path}: {d['dialogue_id']}")
-               for d in dialogues if d["situation"] and d["initial_intensity"]]
-        if len(raw) < len(dialogues):
-            print(f"{path}: {len(dialogues) - len(raw)} of {len(dialogues)} dialogues lack a situation or intensity: no role card")
-    else:
-        raw = read_jsonl(path)
-    seen = set()
-    for card, where in raw:
-        missing = [k for k in REQUIRED if not card.get(k)]
-        if missing:
-            raise ValueError(f"{where}: a role card needs {', '.join(map(repr, missing))}")
-        if card["initial_intensity"] not in (1, 2, 3, 4, 5):
-            raise ValueError(f"{where}: initial_intensity is {card['initial_intensity']!r}; allowed: 1 to 5")
-        if card["id"] in seen:
-            raise ValueError(f"{where}: the id {card['id']!r} is there twice")
-        seen.add(card["id"])
-    return [card for card, _ in raw]
-
-
-# --- one exchange, for all dialogues that still go on ---
-
-def start(card):
-    return {"id": card["id"], "card": card, "messages": [], "exchanges": [], "ended": "risk card" if card.get("risk") else None}
-
-
-def request(args, dialogue, name, messages, temperature, max_tokens):
-    key = f"{dialogue['id']}/{len(dialogue['exchanges'])}/{name}"
-    return Request(key, messages, temperature, max_tokens, derived_seed(args.seed, key))
-
-
-def client(dialogues, writer, journal, args):
-    """Each client says a line; what it says, or how often it said so, may end the dialogue."""
-    answers = ask(writer, [request(args, d, "client", client_prompt(d["card"], d["messages"]), args.client_temperature, 60)
-                           for d in dialogues], journal, "client")
-    for d, answer in zip(dialogues, answers):
-        if answer.text is None:
-            d["ended"] = f"client failed: {answer.error}"
-            continue
-        token = re.search(r"\[(GOALS MET|END)\]", answer.text)
-        line = client_line(answer.text)
-        said = [m["content"] for m in d["messages"] if m["role"] == "user"]
-        if token:
-            d["ended"] = "goals met" if token[1] == "GOALS MET" else "client ended"
-        elif not line:
-            d["ended"] = "client said nothing"
-        elif any(similarity(line, old) > 0.9 for old in said):
-            d["ended"] = "repetition"
-        if line:
-            d["messages"].append({"role": "user", "content": line})
-        if crisis_signal(line):
-            d["ended"] = "risk"
-            d["messages"].append({"role": "assistant", "content": HELP_TEXT})
-
-
-def client_line(text):
-    """What the client says: the first line that says something, without a label, quotes and control words."""
-    text = re.sub(r"\[(?:GOALS MET|END)\]", "", text)
-    line = next((part.strip() for part in text.split("\n") if part.strip()), "")
-    return re.sub(r"^(?:client|you|me)\s*:\s*", "", line, flags=re.IGNORECASE).strip().strip('"“”').strip()
-
-
-def propose(dialogues, writer, journal, args):
-    """K candidates for each dialogue, each in four steps; the steps of all candidates of all dialogues go together."""
-    drafts = {id(d): [{"number": k, "notes": {}, "failed": None} for k in range(args.candidates)] for d in dialogues}
-    for name, _ in STEPS:
-        going = [(d, c) for d in dialogues for c in drafts[id(d)] if not c["failed"]]
-        answers = ask(writer, [request(args, d, f"{c['number']}/{name}", candidate_prompt(d["messages"], c["notes"]),
-                                       args.temperature, args.max_new_tokens) for d, c in going], journal, name)
-        for (_, c), answer in zip(going, answers):
-            text = one_line(answer.text or "") if name != "reply" else spoken(answer.text or "")
-            c["notes"][name] = text
-            c["failed"] = None if text else f"no {name}: {answer.error or 'empty'}"
-    return [[as_candidate(c) for c in drafts[id(d)]] for d in dialogues]
-
-
-def as_candidate(draft):
-    notes = draft["notes"]
-    return {"number": draft["number"], "failed": draft["failed"], "stage": named(notes.get("stage", ""), STAGES),
-            "context": notes.get("stage", ""), "state": notes.get("state", ""),
-            "strategy": named(notes.get("strategy", ""), STRATEGIES), "reply": notes.get("reply", ""), "scores": None, "raw": {}}
-
-
-def named(text, names):
-    """The one of names that is mentioned first, or "Others" / the first name where none is."""
-    found = [(text.lower().find(n.lower()), n) for n in names if n.lower() in text.lower()]
-    return min(found)[1] if found else "Others" if "Others" in names else names[0]
-
-
-def one_line(text):
-    return " ".join(text.split())
-
-
-def spoken(text):
-    """A reply as said: one paragraph, without a label or enclosing quotes."""
-    text = re.sub(r"^(?:counselor|therapist|reply)\s*:\s*", "", one_line(text), flags=re.IGNORECASE)
-    return text[1:-1].strip() if len(text) > 1 and text[0] in '"“' and text[-1] in '"”' else text
-
-
-def score(dialogues, candidates, writer, journal, args):
-    """Fill each candidate's scores (None where any perspective could not be read) and the judges' own words."""
-    asked = [(d, c, p) for d, group in zip(dialogues, candidates) for c in group if not c["failed"] for p in PERSPECTIVES]
-    by_view = {p: [m for m in DEFAULT_METRICS if m.perspective == p] for p in PERSPECTIVES}
-    requests = [request(args, d, f"{c['number']}/score/{p}", score_prompt(d["messages"], c["reply"], p, by_view[p]), 0.0, 200)
-                for d, c, p in asked]
-    answers = ask(writer, requests, journal, "score")
-    parsed = {}
-    for (_, c, p), answer in zip(asked, answers):
-        c["raw"][p] = answer.text if answer.text is not None else f"failed: {answer.error}"
-        parsed.setdefault(id(c), []).append(parse_scores(answer.text, [m.key for m in by_view[p]]))
-    for group in candidates:
-        for c in group:
-            if id(c) in parsed and all(parsed[id(c)]):
-                c["scores"] = {key: value for scores in parsed[id(c)] for key, value in scores.items()}
-
-
-def select(dialogues, candidates):
-    """Stage-wise selection: each dialogue goes on with its best candidate, and keeps them all."""
-    for d, group in zip(dialogues, candidates):
-        scored = [c for c in group if c["scores"]]
-        best = max(scored, key=lambda c: average(c["scores"]), default=None)
-        before = [m["content"] for m in d["messages"] if m["role"] == "assistant"]
-        d["exchanges"].append({"prompt": list(d["messages"]), "candidates": group, "best": best and best["number"]})
-        if best is None:
-            d["ended"] = "no candidate was scored"
-        elif any(similarity(best["reply"], old) > 0.9 for old in before):
-            d["ended"] = "repetition"
-        else:
-            d["messages"].append({"role": "assistant", "content": best["reply"]})
-
-
-def build(cards, writers, journal, args):
-    """Role cards -> scored dialogues. writers: {"client", "counselor", "judge"}; args: see build_pref.py."""
-    dialogues = [start(card) for card in cards]
-    for exchange in range(args.max_exchanges):
-        going = [d for d in dialogues if not d["ended"]]
-        if not going:
-            break
-        print(f"exchange {exchange + 1}: {len(going)} dialogues go on")
-        client(going, writers["client"], journal, args)
-        going = [d for d in going if not d["ended"]]
-        candidates = propose(going, writers["counselor"], journal, args)
-        score(going, candidates, writers["judge"], journal, args)
-        select(going, candidates)
-    for d in dialogues:
-        d["ended"] = d["ended"] or f"{args.max_exchanges} exchanges"
-    return dialogues
-
-
-# --- what is kept ---
 
 def collect(dialogues, args):
     """Scored dialogues -> (preference records, cold-start records, report)."""

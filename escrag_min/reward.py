@@ -56,13 +56,13 @@ class RewardModel(nn.Module):
 
 
 def reward_tree(tokenizer, dialogue, replies, limit):
-    """(prompt ids, [reply ids, ...]) as the reward model reads them, the same in training, as a reward and in evaluation.
+    """((prompt ids, [reply ids, ...]), old turns dropped): what the reward model reads in training, as a reward, in evaluation.
 
     limit: tokens for the whole of a prompt and its longest reply; the oldest turns are dropped to fit.
     """
     branches = [tokenizer.reply_ids(reply) for reply in replies]
-    prompt, _ = fitted_ids(tokenizer, reward_prompt, dialogue, limit - max(map(len, branches)))
-    return prompt, branches
+    prompt, dropped = fitted_ids(tokenizer, reward_prompt, dialogue, limit - max(map(len, branches)))
+    return (prompt, branches), dropped
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def score_replies(model, tokenizer, items, limit=2048, tokens_per_batch=8192):
 
     An empty reply is not shown to the model, which never saw one; it gets NO_REPLY_REWARD.
     """
-    trees = [reward_tree(tokenizer, dialogue, spoken, limit) for dialogue, replies in items
+    trees = [reward_tree(tokenizer, dialogue, spoken, limit)[0] for dialogue, replies in items
              if (spoken := [r for r in replies if r])]
     device = model.score.weight.device
     packs = split_into_packs(trees, tokens_per_batch, split_trees=True)

@@ -8,8 +8,9 @@ from escrag_min.data import read_records
 from escrag_min.judging import DEFAULT_METRICS, METRICS
 from escrag_min.journal import Answer, Journal
 from escrag_min.llm import ScriptedWriter
-from escrag_min.preference import build, client_line, collect, dominates, named, read_cards, select_pair, similarity, spoken
+from escrag_min.preference import collect, dominates, select_pair, similarity
 from escrag_min.prompts import candidate_prompt, client_prompt, compare_prompt, score_prompt
+from escrag_min.roleplay import build, client_line, named, read_cards, spoken
 from escrag_min.safety import HELP_TEXT
 
 CARD = {"id": "c1", "emotion_type": "sadness", "problem_type": "a move", "situation": "I moved and know nobody.", "initial_intensity": 4,
@@ -36,6 +37,11 @@ def scores(client, counselor, judge, **changes):
     ((6, 6, 7), (9, 9, 6), "margin", 0.5, False)])
 def test_dominance_by_hand(a, b, rule, margin, expected):
     assert dominates(scores(*a), scores(*b), rule, margin) is expected
+
+
+def test_perspective_means_will_do_as_scores():
+    a, b = {"Client": 8, "Counselor": 7, "Judge": 7}, {"Client": 6, "Counselor": 7, "Judge": 7}
+    assert dominates(a, b) and not dominates(b, a) and not dominates(a, b, margin=0.7)
 
 
 def test_metric_rule_looks_below_the_means():

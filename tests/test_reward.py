@@ -106,7 +106,7 @@ def test_the_same_ids_in_training_reward_and_evaluation_case47(tokenizer, tiny, 
     monkeypatch.setattr(RewardModel, "forward", lambda self, packed: seen.append(packed.tokens.tolist()) or torch.zeros(len(packed.last)))
     score_replies(model, tokenizer, [(DIALOGUE, ["Since when?"])])                      # GRPO's reward, and evaluation
     record = {"prompt": DIALOGUE, "chosen": "<think>Stage: x</think>\nSince when?", "rejected": "Oh."}
-    prompt, (chosen, _) = train_rm.pair_tree(tokenizer, record, 2048)                   # training: reasoning is not seen
+    (prompt, (chosen, _)), _ = train_rm.pair_tree(tokenizer, record, 2048)                 # training: reasoning is not seen
     assert seen == [prompt + chosen]
 
 
@@ -118,21 +118,21 @@ def test_an_empty_reply_gets_the_fixed_reward(tokenizer, tiny):
 
 
 def test_identical_replies_are_dropped_and_counted_case50(tokenizer):
-    same = train_rm.pair_tree(tokenizer, {"prompt": DIALOGUE, "chosen": "<think>a</think>Yes.", "rejected": "Yes."}, 2048)
-    other = train_rm.pair_tree(tokenizer, {"prompt": DIALOGUE, "chosen": "Yes.", "rejected": "No."}, 2048)
+    same = train_rm.pair_tree(tokenizer, {"prompt": DIALOGUE, "chosen": "<think>a</think>Yes.", "rejected": "Yes."}, 2048)[0]
+    other = train_rm.pair_tree(tokenizer, {"prompt": DIALOGUE, "chosen": "Yes.", "rejected": "No."}, 2048)[0]
     assert train_rm.usable_pairs([same, other]) == ([other], 1)
 
 
 def test_a_tie_is_not_correct_case49(tokenizer, tiny):
-    trees = [train_rm.pair_tree(tokenizer, {"prompt": DIALOGUE, "chosen": "Yes, I see.", "rejected": "No."}, 2048)]
+    trees = [train_rm.pair_tree(tokenizer, {"prompt": DIALOGUE, "chosen": "Yes, I see.", "rejected": "No."}, 2048)[0]]
     result = train_rm.evaluate(RewardModel.from_pretrained(tiny), trees, train_rm.Args(), "cpu")       # a head of zeros
     assert result == {"held_out_accuracy": 0.0, "longer_wins_accuracy": 1.0, "held_out_loss": pytest.approx(0.6931, abs=1e-4)}
 
 
 def test_old_turns_are_dropped_to_fit_case12(tokenizer):
     dialogue = [{"role": r, "content": "word " * 20} for r in ("user", "assistant")] * 3 + DIALOGUE
-    prompt, (reply,) = reward_tree(tokenizer, dialogue, ["Since when?"], 150)
-    assert len(prompt) + len(reply) <= 150
+    (prompt, (reply,)), dropped = reward_tree(tokenizer, dialogue, ["Since when?"], 150)
+    assert 0 < dropped <= 6 and len(prompt) + len(reply) <= 150
     assert "I can't sleep." in tokenizer.decode(prompt)
     with pytest.raises(ValueError, match="even with the last turn only"):
         reward_tree(tokenizer, dialogue, ["Since when?"], 40)

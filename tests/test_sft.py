@@ -1,6 +1,10 @@
 import pytest
 import torch
+from conftest import small_config, waves
 
+from escrag_min.logprob import token_logprobs
+from escrag_min.packing import pack
+from escrag_min.qwen2 import Qwen2
 from escrag_min.sft import sft_loss, sft_weights
 
 
@@ -37,3 +41,19 @@ def test_shapes_and_an_empty_step_are_errors():
         sft_loss(torch.zeros(3), torch.zeros(1))
     with pytest.raises(ValueError, match="no response token"):
         sft_weights(0, 0)
+
+
+@pytest.mark.parity
+def test_loss_and_gradient_equal_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = waves(Qwen2(small_config(tie=True)))
+    model.save_pretrained(tmp_path / "m")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    prompt, reply = [1, 2, 3, 4], [5, 6, 7]
+    expected = theirs(torch.tensor([prompt + reply]), labels=torch.tensor([[-100] * 4 + reply])).loss
+    packed = pack([(prompt, [reply])])
+    logp = token_logprobs(model, model(packed.tokens[None], mask=packed)[0], packed.pred, packed.targets)
+    loss = sft_loss(logp, sft_weights(3, 3))
+    loss.backward(), expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    torch.testing.assert_close(model.model.embed_tokens.weight.grad, theirs.model.embed_tokens.weight.grad, atol=1e-6, rtol=1e-4)
