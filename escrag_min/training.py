@@ -67,9 +67,9 @@ def make_optimizer(model, lr, weight_decay=0.0, betas=(0.9, 0.95)):
 
 
 def learning_rate(step, steps, peak, warmup):
-    """Linear warmup, then a cosine down to a tenth of the peak at the last step. step counts from 0."""
+    """Linear warmup, then a cosine down to a tenth of the peak at the last step. step counts from 0; warmup in steps, also 1.2."""
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * min(1.0, (step + 1) / warmup)
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 

@@ -37,6 +37,8 @@ def test_schedule_by_hand():
     assert learning_rate(7, 10, 1.0, 4) == pytest.approx(0.55)          # half way: 0.1 + 0.45·(1 + cos(π/2))
     assert learning_rate(10, 10, 1.0, 4) == pytest.approx(0.1)
     assert learning_rate(0, 1, 1.0, 0) == pytest.approx(1.0)
+    for steps in range(1, 60):          # a warmup that is no whole number of steps never overshoots
+        assert max(learning_rate(s, steps, 1.0, 0.05 * steps) for s in range(steps)) <= 1.0
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
