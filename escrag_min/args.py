@@ -29,7 +29,8 @@ def add_options(parser, cls):
     types = typing.get_type_hints(cls)
     for f in fields(cls):
         kind = next(t for t in (typing.get_args(types[f.name]) or (types[f.name],)) if t is not type(None))
-        text = f.metadata["help"] + ("" if f.default in (None, "") else f" [{f.default}]")
+        shown = str(f.default).removeprefix(os.getcwd() + os.sep)       # the built-in samples, from here
+        text = f.metadata["help"] + ("" if f.default in (None, "", False) else f" [{shown}]")
         name = "--" + f.name.replace("_", "-")
         if kind is bool:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, default=f.default, help=text)
