@@ -30,7 +30,7 @@ def add_options(parser, cls):
     for f in fields(cls):
         kind = next(t for t in (typing.get_args(types[f.name]) or (types[f.name],)) if t is not type(None))
         shown = str(f.default).removeprefix(os.getcwd() + os.sep)       # the built-in samples, from here
-        text = f.metadata["help"] + ("" if f.default in (None, "", False) else f" [{shown}]")
+        text = f.metadata["help"] + ("" if shown in ("None", "", "False") else f" [{shown}]")
         name = "--" + f.name.replace("_", "-")
         if kind is bool:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, default=f.default, help=text)
