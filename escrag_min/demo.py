@@ -1,6 +1,6 @@
 """The whole pipeline in miniature, on a CPU, with nothing to download: ./run demo
 
-Everything runs through the same scripts as for real. Only the model is a toy: 1M random parameters that see a few hundred
+Everything runs through the same scripts as for real. Only the model is a toy: 1.3M random parameters that see a few hundred
 short texts. Its replies are word salad; what the demo shows is that each stage works and that GRPO raises the reward.
 """
 import argparse
@@ -41,18 +41,18 @@ def main():
     make_tiny_model(out / "tiny", hidden=128, layers=2)
 
     policy = ("--max-new-tokens", 110, "--max-prompt", 1024)
-    run("train_sft.py", "--model", out / "tiny", "--out", out / "sft", "--steps", 60, "--batch-size", 12, "--lr", 4e-3)
+    run("train_sft.py", "--model", out / "tiny", "--out", out / "sft", "--steps", 150, "--batch-size", 12, "--lr", 3e-3)
     run("train_rm.py", "--model", out / "tiny", "--out", out / "rm", "--steps", 30, "--lr", 1e-3, "--eval-every", 10)
     run("evaluate.py", "respond", "--model", out / "sft/model", "--reward-model", out / "rm/model", "--out",
         out / "before.jsonl", "--batch-size", 60, "--temperature", 1, *policy)
     run("train_grpo.py", "--model", out / "sft/model", "--reward-model", out / "rm/model", "--out", out / "grpo",
-        "--steps", 20, "--prompts-per-step", 8, "--group-size", 8, "--lr", 2e-4, "--tokens-per-batch", 8192, *policy)
+        "--steps", 30, "--prompts-per-step", 8, "--group-size", 8, "--lr", 2e-4, "--tokens-per-batch", 8192, *policy)
     run("evaluate.py", "respond", "--model", out / "grpo/model", "--reward-model", out / "rm/model", "--out",
         out / "after.jsonl", "--batch-size", 60, "--temperature", 1, *policy)
 
     print(f"\n60 held-out contexts, one sampled response each ({time.time() - began:.0f} s in all)\n")
     print(f"{'':24}{'reward':>10}{'well-formed':>14}{'reply words':>14}")
-    for name, file in (("cold-start SFT", "before.jsonl"), ("+ RAG-GRPO, 20 steps", "after.jsonl")):
+    for name, file in (("cold-start SFT", "before.jsonl"), ("+ RAG-GRPO, 30 steps", "after.jsonl")):
         reward, formed, words = mean_reward(out / file)
         print(f"{name:24}{reward:>10.2f}{formed:>14.0%}{words:>14.1f}")
     print(f"""

@@ -84,7 +84,8 @@ def test_six_steps_equal_three_and_three_case25(tiny, tmp_path, script, options)
 def test_interrupted_training_leaves_no_half_written_model(tiny, tmp_path):
     out = tmp_path / "run"
     process = subprocess.Popen([sys.executable, "train_sft.py", "--model", str(tiny), "--out", str(out), "--steps", "500",
-                                "--save-every", "1", *SMALL], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                                "--save-every", "1", *SMALL], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))   # a CI may ignore it
     deadline = time.time() + 120
     while not (out / "checkpoints/step-000002").exists() and time.time() < deadline:
         time.sleep(0.05)
