@@ -17,7 +17,9 @@ from conftest import ROOT
 
 from escrag_min.checkpoint import read_json, write_json
 from escrag_min.endpoint import RETRY_AFTER_MAX, EndpointWriter, seconds_to_wait
+from escrag_min.evaluation import judge
 from escrag_min.journal import Answer, Journal, Request, ask, request_hash
+from escrag_min.judging import DEFAULT_METRICS
 from escrag_min.llm import LocalWriter, ScriptedWriter, fingerprint, open_writer
 from escrag_min.qwen2 import Qwen2
 
@@ -173,6 +175,27 @@ def test_200_items_through_every_kind_of_trouble_case57(serve, tmp_path):
         assert server.calls.count(item) == len(plans[item]) + (i % 20 != 9)
     assert threads == {threading.main_thread()}
     assert 1 < server.most <= 8
+
+
+def test_200_replies_judged_through_trouble_are_scored_or_missing_none_twice_case55_case57(serve, tmp_path):
+    metrics = [m for m in DEFAULT_METRICS if m.perspective == "Judge"]
+    good = json.dumps({m.key: 7 for m in metrics})
+    answers = {0: completion(f"Let me see. {good} That is all."), 1: completion(json.dumps({m.key: 17 for m in metrics})),
+               2: completion(good), 3: completion(good), 4: completion("I would rather not say.")}
+
+    def plan(item, call):
+        kind = int(re.search(r"reply-(\d+)", item)[1]) % 5
+        trouble = {2: refusal(429), 3: random.Random(item).choice([refusal(500), "cut", completion("")])}
+        return trouble[kind] if kind in trouble and call == 0 else answers[kind]
+    server = serve(plan, pause=lambda item: random.Random(item).random() * 0.02)
+    records = [{"id": f"r{i}", "dialogue_id": i, "prompt": [{"role": "user", "content": "hi"}], "reply": f"reply-{i}"} for i in range(200)]
+    for _ in range(2):      # the second time everything comes from the journal
+        scored = judge(records, writer_of(server, workers=8), Journal(tmp_path / "journal.jsonl"), metrics)
+    assert [s["average"] for s in scored] == [7.0 if i % 5 in (0, 2, 3) else None for i in range(200)]
+    assert '17' in scored[1]["raw"]["Judge"] and scored[4]["raw"]["Judge"] == "I would rather not say."
+    calls = Counter(server.calls)
+    assert len(calls) == 200 and sum(calls.values()) == 200 + 80 and server.most <= 8
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 200
 
 
 @pytest.mark.parametrize("workers", [1, 3])
