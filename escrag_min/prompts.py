@@ -104,8 +104,8 @@ STEPS = (
     ("state", "Step 2, the client. Answer in one sentence: what they feel, why, what they need now, how ready they are, and "
               "whether there is any sign of risk."),
     ("strategy", f"Step 3, your strategy. Choose one of: {'; '.join(STRATEGIES)}. Answer with its name only."),
-    ("reply", "Step 4, your reply. Write only what you say to the client, two or three sentences: warm, specific, unhurried. "
-              "Understand before you advise."),
+    ("reply", "Step 4, your reply. Speak to the client now: two or three plain sentences that take up what they just said, and "
+              "show that you understand before anything else. Write nothing but these sentences."),
 )
 
 
