@@ -77,8 +77,9 @@ HIDDEN = ("", "", "Something you have told nobody yet; let a little of it show, 
 
 CLIENT_RULES = (
     "\nAnswer the way this person would: one short sentence, natural, sometimes hesitant. Stay true to your situation and feeling; "
-    "one kind reply does not cure you. Never speak as the counselor, give no advice. When what you hoped for in this talk is "
-    "reached, add [GOALS MET]; if you want to stop, add [END].")
+    "one kind reply does not cure you. Never speak as the counselor, give no advice.")
+CLIENT_END = (      # from the third turn on: a weaker writer takes an early mention of the end for its cue
+    " When what you hoped for in this talk is reached, add [GOALS MET]; if you want to leave, add [END].")
 
 
 def client_prompt(card, dialogue):
@@ -91,8 +92,11 @@ def client_prompt(card, dialogue):
     if hidden and card.get("hidden_concern"):
         lines.append(hidden + card["hidden_concern"])
     system = "You play a client who talks to a counselor. You are this person and nobody else:\n" + "\n".join(lines) + CLIENT_RULES
-    so_far = f"The conversation so far:\n{transcript(dialogue)}\n\n" if dialogue else "The conversation begins. "
-    return [{"role": "system", "content": system}, {"role": "user", "content": so_far + "Your next line as the client:"}]
+    if turn >= 2:
+        system += CLIENT_END
+    so_far = f"The conversation so far:\n{transcript(dialogue)}\n\n" if dialogue else ""
+    asked = "Your next line as the client:" if dialogue else "The conversation begins. As the client, say what brings you here:"
+    return [{"role": "system", "content": system}, {"role": "user", "content": so_far + asked}]
 
 
 COUNSELOR_SYSTEM = (
