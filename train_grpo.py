@@ -190,10 +190,12 @@ def main(argv=None):
         totals = {"tokens": 0.0, "ratio": 0.0, "clip_low": 0.0, "clip_high": 0.0, "kl": 0.0}
         for inner in range(args.inner_steps):
             for i, (packed, advantage, weight) in enumerate(batches):
-                logp, token_entropy = log_probs(policy, packed, args, len(tokenizer), device, with_entropy=True)     # [N]
-                if inner == 0:
-                    old[i] = logp.detach()      # before any update of this step: exactly π_old
+                if inner == 0:      # before any update of this step: exactly π_old
+                    logp, token_entropy = log_probs(policy, packed, args, len(tokenizer), device, with_entropy=True)     # [N]
+                    old[i] = logp.detach()
                     entropy += token_entropy.sum().item()
+                else:
+                    logp = log_probs(policy, packed, args, len(tokenizer), device)                                       # [N]
                 logp_ref = None
                 if reference:
                     with torch.no_grad():

@@ -4,13 +4,13 @@ Everything runs through the same scripts as for real. Only the model is a toy: 1
 short texts. Its replies are word salad; what the demo shows is that each stage works and that GRPO raises the reward.
 """
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from escrag_min.data import read_finished
 from escrag_min.tiny import make_tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ def run(*command):
 
 def mean_reward(path):
     """responses.jsonl -> (mean reward, share well-formed, mean reply words)."""
-    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    records = read_finished(path)
     return (sum(r["reward"] for r in records) / len(records), sum(r["well_formed"] for r in records) / len(records),
             sum(len(r["reply"].split()) for r in records) / len(records))
 

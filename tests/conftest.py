@@ -56,7 +56,7 @@ def small_config(tie=False, vocab_size=61, kv_heads=2, **raw):
     values = {"vocab_size": vocab_size, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": kv_heads, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
               "tie_word_embeddings": tie, "max_position_embeddings": 512}
-    return Config(**{k: v for k, v in values.items()}, head_dim=6, raw={
+    return Config(**values, head_dim=6, raw={
         **values, "model_type": "qwen2", "hidden_act": "silu", "architectures": ["Qwen2ForCausalLM"], **raw})
 
 
