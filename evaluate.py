@@ -26,12 +26,14 @@ from escrag_min.evaluation import (against_above, compare_table, judge_table, la
                                    plot_ladder, read_responses, summarise)
 from escrag_min.journal import Journal
 from escrag_min.judging import DEFAULT_METRICS, METRICS, reply_statistics
+from escrag_min.parallel import frozen_dtype, load
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.rollout import two_pass_rollout
+from escrag_min.runs import resumable_folder
 from escrag_min.safety import HELP_TEXT, NOTICE, crisis_signal
-from escrag_min.training import compute_dtype, default_device, derived_seed, resumable_folder
+from escrag_min.training import derived_seed
 
 
 @dataclass
@@ -104,17 +106,16 @@ class Responder:
 
     def __init__(self, args):
         check(args.model, "--model: name a checkpoint folder or Hub id")
-        self.args, self.device = args, default_device()
+        self.args = args
         self.tokenizer = Tokenizer.from_pretrained(args.model)
-        self.model = Qwen2.from_pretrained(args.model, torch.float32, self.device)
+        self.model = load(Qwen2, args.model, frozen_dtype())
         self.index = open_index(args.exemplars, args.encoder) if args.retrieve else None
 
     def __call__(self, states, progress=False):
         a = self.args       # a random stream of its own for each state: what else is in the batch does not matter
         generators = [torch.Generator().manual_seed(derived_seed(a.seed, s["id"], len(s["prompt"]))) for s in states]
-        with compute_dtype(self.device):
-            return two_pass_rollout(self.model, self.tokenizer, states, self.index, 1, a.retrieve, a.max_new_tokens,
-                                    a.temperature, "group", a.max_prompt, generators, progress)
+        return two_pass_rollout(self.model, self.tokenizer, states, self.index, 1, a.retrieve, a.max_new_tokens,
+                                a.temperature, "group", a.max_prompt, generators, progress)
 
 
 def response_record(rollout, args):
@@ -147,7 +148,7 @@ def respond(args):
         records += answers
         print(f"{len(records)} of {len(states)} answered", file=sys.stderr)
     if args.reward_model:
-        scores = score_replies(RewardModel.from_pretrained(args.reward_model, torch.float32, responder.device),
+        scores = score_replies(load(RewardModel, args.reward_model, frozen_dtype()),
                                Tokenizer.from_pretrained(args.reward_model), [(r["prompt"], [r["reply"]]) for r in records])
         for record, (value,) in zip(records, scores):
             record["reward"] = value

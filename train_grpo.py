@@ -8,6 +8,7 @@
         μ times:  -Σ w·(min(ρA, clip(ρ)A) - β·KL), AdamW                     grpo.grpo_loss
 
     python train_grpo.py --model runs/sft/model --reward-model runs/rm/model --exemplars preferences.jsonl --out runs/grpo
+    torchrun --nproc_per_node=2 train_grpo.py --preset grpo-3b --model runs/sft/model --reward-model runs/rm/model
 
 Where we fix what the paper leaves open (README, "the paper says / we chose / why"):
   1. one initial response serves the group, so that all G final responses answer one prompt (--initial rollout: one each)
@@ -22,21 +23,22 @@ import time
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
-from escrag_min.args import check, option, parse, run_script
+from escrag_min.args import check, option, run_script
 from escrag_min.chat import Tokenizer
-from escrag_min.data import SAMPLES, read_records
+from escrag_min.data import SAMPLES, read_records, split_by_dialogue
 from escrag_min.grpo import group_advantages, grpo_loss, token_weights
-from escrag_min.logprob import token_logprobs
 from escrag_min.packing import pack, split_into_packs
+from escrag_min.parallel import (backward, compute_dtype, default_device, even, first, frozen_dtype, gather, gathered, is_main,
+                                 load, say, share, total, world)
+from escrag_min.presets import parse_run
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.rollout import shortest_prompt, two_pass_rollout
+from escrag_min.runs import Run, RunArgs
 from escrag_min.tiny import model_or_tiny, tiny_reward_model
-from escrag_min.training import (RunArgs, batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint,
-                                 log_metrics, make_optimizer, open_run, save_checkpoint, step_generator, update)
+from escrag_min.training import batch_indices, check_batch, learning_rate, make_optimizer, step_generator, update
 
 
 @dataclass
@@ -67,6 +69,10 @@ class Args(RunArgs):
                             ("keep", "drop"))
     lr: float = option(1e-6, "peak learning rate (ours)")
     save_every: int = option(20, "checkpoint every so many steps")
+    held_out: float = option(0.0, "share of the dialogues kept to measure the reward of greedy responses; 0: none")
+    eval_every: int = option(20, "measure it every so many steps")
+    stop_kl: float = option(0.0, "stop where the mean KL of the last 10 steps is above this; 0: never (needs --beta)")
+    stop_reward: float = option(0.0, "stop where the mean reward of the last 10 steps is this much below its best; 0: never")
     sample_every: int = option(10, "write the step's rollouts to samples.jsonl every so many steps; 0: never")
 
 
@@ -74,7 +80,9 @@ def check_args(args):
     check(args.group_size >= 2, f"--group-size {args.group_size}: a group of one has no baseline; at least 2")
     check(args.temperature > 0, f"--temperature {args.temperature}: training scores the sampling distribution, and there is "
                                 "none at 0; it must be above 0 (0 is for evaluate.py)")
-    check(args.prompts_per_step >= 1 and args.inner_steps >= 1, "--prompts-per-step and --inner-steps must be at least 1")
+    check_batch("--prompts-per-step", args.prompts_per_step, "prompts (not replies)")
+    check(args.inner_steps >= 1, f"--inner-steps {args.inner_steps} must be at least 1")
+    check(not args.stop_kl or args.beta, "--stop-kl needs --beta above 0: without it no KL is measured")
     check(args.retrieve >= 0, f"--retrieve {args.retrieve} must be 0 or more")
     check(not args.train_initial or args.initial == "rollout" and args.retrieve > 0,
           "--train-initial needs --initial rollout and --retrieve above 0: a shared initial response has no reward of its own")
@@ -92,7 +100,7 @@ def check_states(states, tokenizer, args):
 
 
 def score(rollouts, reward_model, tokenizer, args):
-    """Reward of every final response (paper D; penalty and floor are ours) -> (rewards [P,G], raw scores of the replies).
+    """Reward of every final response (paper D; penalty and floor are ours) -> (rewards, raw scores of the replies), lists.
 
     NaN in rewards: left out, by --truncated drop.
     """
@@ -106,7 +114,7 @@ def score(rollouts, reward_model, tokenizer, args):
             if not response.well_formed:
                 value -= args.format_penalty
             rewards.append(float("nan") if args.truncated == "drop" and not response.finished else value)
-    return torch.tensor(rewards).view(-1, args.group_size), raw
+    return rewards, raw
 
 
 def training_trees(rollouts, advantages, args):
@@ -128,98 +136,142 @@ def training_trees(rollouts, advantages, args):
 
 
 def micro_batches(trees, advantages, args, device):
-    """-> [(Packed, advantage [N], weight [N]), ...]; weights hold the counts of the whole step, so that losses add up."""
+    """This rank's trees -> [(Packed, advantage [N], weight [N], real), ...], equally many on every rank.
+
+    The weights hold the counts of the whole step, so that losses add up over micro-batches and ranks; a filler's are 0.
+    """
     lengths = [len(ids) for _, branches in trees for ids in branches]
+    responses, tokens = (int(n) for n in total(len(lengths), sum(lengths)))
     values, batches = iter(advantages), []
-    for micro in split_into_packs(trees, args.tokens_per_batch, split_trees=True):      # keeps the order of the responses
+    for micro, real in even(split_into_packs(trees, args.tokens_per_batch, split_trees=True)):  # keeps the order of the responses
         here = torch.tensor([len(ids) for _, branches in micro for ids in branches])
-        advantage = torch.tensor([next(values) for _ in here]).repeat_interleave(here)
-        weight = token_weights(here, args.weighting, args.max_new_tokens, len(lengths), sum(lengths))
-        batches.append((pack(micro).to(device), advantage.to(device), weight.to(device)))
+        advantage = torch.tensor([next(values) if real else 0.0 for _ in here]).repeat_interleave(here)
+        weight = real * token_weights(here, args.weighting, args.max_new_tokens, max(responses, 1), tokens)
+        batches.append((pack(micro).to(device), advantage.to(device), weight.to(device), real))
     return batches
 
 
-def log_probs(model, packed, args, vocab_size, device, with_entropy=False):
-    with compute_dtype(device):
-        hidden = model(packed.tokens[None], mask=packed)[0]                                              # [T,H]
-        return token_logprobs(model, hidden, packed.pred, packed.targets, args.temperature, vocab_size=vocab_size,
-                              with_entropy=with_entropy)
+def check_health(rows, args):
+    """--stop-kl and --stop-reward: an error where the last 10 steps show a run that has gone astray."""
+    def recent(name, end):
+        values = [row[name] for row in rows[end - 10:end] if row[name] is not None]
+        return sum(values) / len(values) if values else None
+    if len(rows) < 10:
+        return
+    if args.stop_kl:
+        kl = recent("kl", len(rows))
+        check(kl is None or kl <= args.stop_kl, f"stopped: the mean KL of the last 10 steps is {kl}, --stop-kl is {args.stop_kl}")
+    if args.stop_reward:
+        means = [m for m in (recent("reward", end) for end in range(10, len(rows) + 1)) if m is not None]
+        check(not means or means[-1] >= max(means) - args.stop_reward,
+              f"stopped: the mean reward of the last 10 steps is {means and means[-1]}, its best was {max(means, default=None)}, "
+              f"--stop-reward is {args.stop_reward}")
 
 
+@world()
 def main(argv=None):
-    args = parse(Args, __doc__, argv)
+    args = parse_run("train_grpo", Args, __doc__, argv)
+    if args is None:        # --plan
+        return
     check_args(args)
     device = default_device()
     states = read_records(args.data, "prompt", args.limit, args.seed)
-    out = open_run("train_grpo", args)
-    index = open_index(args.exemplars, args.encoder, out / "index") if args.retrieve else None
-    args.model = str(model_or_tiny(args.model, out))
-    args.reward_model = str(args.reward_model or tiny_reward_model(out))
-    tokenizer = Tokenizer.from_pretrained(args.model)
-    check_states(states, tokenizer, args)
-    reward_tokenizer = Tokenizer.from_pretrained(args.reward_model)
-    policy = Qwen2.from_pretrained(args.model, torch.float32, device)
+    states, held_out = split_by_dialogue(states, args.held_out, args.seed) if args.held_out else (states, [])
+    run = Run("train_grpo", args, held_out=("held_out_reward", max))
+    index = None
+    if args.retrieve:
+        first(lambda: open_index(args.exemplars, args.encoder, run.out / "index") and None)     # written once,
+        index = open_index(args.exemplars, args.encoder, run.out / "index")                     # read by all
+    args.model = first(lambda: str(model_or_tiny(args.model, run.out)))
+    args.reward_model = first(lambda: str(args.reward_model or tiny_reward_model(run.out)))
+    tokenizer, reward_tokenizer = Tokenizer.from_pretrained(args.model), Tokenizer.from_pretrained(args.reward_model)
+    check_states(states + held_out, tokenizer, args)
+    policy = load(Qwen2, args.model)
     policy.model.checkpoint_blocks = args.checkpoint_blocks
     check(args.max_prompt + args.max_new_tokens <= policy.config.max_position_embeddings,
           f"--max-prompt + --max-new-tokens is {args.max_prompt + args.max_new_tokens}; {args.model} has "
           f"{policy.config.max_position_embeddings} positions")
-    reference = Qwen2.from_pretrained(args.model, torch.float32, device) if args.beta else None
-    reward_model = RewardModel.from_pretrained(args.reward_model, torch.float32, device)
+    reference = load(Qwen2, args.model, frozen_dtype()) if args.beta else None
+    reward_model = load(RewardModel, args.reward_model, frozen_dtype())
     optimizer = make_optimizer(policy, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(states) / args.prompts_per_step)
-    first = load_checkpoint(out, policy, optimizer) if args.resume else 0
-    print(f"{len(states)} states, {len(index.exemplars) if index else 0} exemplars, {steps} steps of {args.prompts_per_step} x "
-          f"{args.group_size} responses on {device}, writing {out}")
+    run.start(policy, optimizer)
+    say(f"{len(states)} states, {len(held_out)} held out, {len(index.exemplars) if index else 0} exemplars, {steps} steps of "
+        f"{args.prompts_per_step} x {args.group_size} responses on {device}, writing {run.out}")
 
-    bar = tqdm(range(first, steps), initial=first, total=steps, desc="grpo")
-    for step in bar:
+    def log_probs(model, packed, **options):
+        with compute_dtype(device):
+            return model.log_probs(packed, args.temperature, len(tokenizer), **options)                  # [N]
+
+    def rollout(states, generators, group_size=args.group_size, temperature=args.temperature, initial=args.initial):
+        with gathered(policy) as sampler:       # whole weights: ranks sample on their own, and need not end together
+            return run.unless_stopped(lambda: two_pass_rollout(
+                sampler, tokenizer, states, index, group_size, args.retrieve, args.max_new_tokens, temperature, initial,
+                args.max_prompt, generators))
+
+    for step in run.steps(steps, "grpo"):
         began = time.time()
         batch = [states[i] for i in batch_indices(len(states), args.prompts_per_step, step, args.seed)]
-        with compute_dtype(device):
-            rollouts = two_pass_rollout(policy, tokenizer, batch, index, args.group_size, args.retrieve, args.max_new_tokens,
-                                        args.temperature, args.initial, args.max_prompt,
-                                        step_generator(args.seed, step, device))
+        streams = [step_generator(args.seed, step, place) for place in range(len(batch))]
+        rollouts = rollout(share(batch), share(streams))
+        run.stop_if_asked()
         sampled = time.time()
-        rewards, raw = score(rollouts, reward_model, reward_tokenizer, args)                             # [P,G]
-        advantages = group_advantages(rewards, scale=args.scale_advantage)                               # [P,G]
+        rewards, raw = score(rollouts, reward_model, reward_tokenizer, args)
+        advantages = group_advantages(torch.tensor(rewards).view(-1, args.group_size), scale=args.scale_advantage)   # [P,G]
         rewarded = time.time()
 
         batches = micro_batches(*training_trees(rollouts, advantages, args), args, device)
         lr = learning_rate(step, steps, args.lr, args.warmup * steps)
-        old, loss, entropy, norm = [None] * len(batches), 0.0, 0.0, 0.0
-        totals = {"tokens": 0.0, "ratio": 0.0, "clip_low": 0.0, "clip_high": 0.0, "kl": 0.0}
+        old, norm, skipped = [None] * len(batches), 0.0, False
+        totals = dict.fromkeys(("loss", "entropy", "tokens", "ratio", "clip_low", "clip_high", "kl"), 0.0)
         for inner in range(args.inner_steps):
-            for i, (packed, advantage, weight) in enumerate(batches):
+            inner_loss = 0.0
+            for i, (packed, advantage, weight, real) in enumerate(batches):
                 if inner == 0:      # before any update of this step: exactly π_old
-                    logp, token_entropy = log_probs(policy, packed, args, len(tokenizer), device, with_entropy=True)     # [N]
+                    run.stop_if_asked()
+                    logp, entropy = log_probs(policy, packed, with_entropy=True)                         # [N] each
                     old[i] = logp.detach()
-                    entropy += token_entropy.sum().item()
+                    totals["entropy"] += real * entropy.sum().item()
                 else:
-                    logp = log_probs(policy, packed, args, len(tokenizer), device)                                       # [N]
+                    logp = log_probs(policy, packed)                                                     # [N]
                 logp_ref = None
                 if reference:
                     with torch.no_grad():
-                        logp_ref = log_probs(reference, packed, args, len(tokenizer), device)
-                micro_loss, stats = grpo_loss(logp, old[i], advantage, weight, logp_ref, args.beta, args.clip_low, args.clip_high)
-                micro_loss.backward()
-                loss += micro_loss.item() / args.inner_steps
-                totals = {k: totals[k] + stats[k] for k in totals}
-            norm = update(policy, optimizer, lr, args.clip_norm) if batches else 0.0
+                        logp_ref = log_probs(reference, packed)                                          # [N]
+                loss, stats = grpo_loss(logp, old[i], advantage, weight, logp_ref, args.beta, args.clip_low, args.clip_high)
+                backward(loss)
+                inner_loss += loss.item()
+                totals = {k: totals[k] + real * stats.get(k, 0.0) for k in totals}
+            totals["loss"] += inner_loss / args.inner_steps
+            if batches:
+                norm, bad = update(policy, optimizer, lr, args.clip_norm, total(inner_loss)[0])
+                skipped = skipped or bad
+        totals = dict(zip(totals, total(*totals.values())))
+        updated = time.time()
 
-        metrics = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm,
-                   **step_metrics(rollouts, rewards, raw, totals, entropy, args),
+        rollouts, rewards, raw, advantages = gather(rollouts), gather(rewards), gather(raw), gather(advantages.flatten().tolist())
+        metrics = {"step": step + 1, "loss": totals["loss"], "lr": lr, "grad_norm": norm, "skipped": int(skipped),
+                   **step_metrics(rollouts, rewards, raw, totals, args),
                    "sample_tokens_per_s": sampled_tokens(rollouts) / (sampled - began),
-                   "update_tokens_per_s": args.inner_steps * sum(len(b[0].tokens) for b in batches) / (time.time() - rewarded),
-                   "seconds_sampling": sampled - began, "seconds_reward": rewarded - sampled,
-                   "seconds_update": time.time() - rewarded}
-        log_metrics(out, metrics)
-        bar.set_postfix(reward=metrics["reward"])
-        if args.sample_every and ((step + 1) % args.sample_every == 0 or step == 0):
-            write_samples(out, step + 1, rollouts, rewards, advantages)
-        if (step + 1) % args.save_every == 0 and step + 1 < steps:
-            save_checkpoint(out, step + 1, policy, optimizer, args.model)
-    policy.save_pretrained(out / "model", args.model)
-    print(f"saved {out / 'model'}")
+                   "update_tokens_per_s": totals["tokens"] / (updated - rewarded),
+                   "seconds_sampling": sampled - began, "seconds_reward": rewarded - sampled, "seconds_update": updated - rewarded}
+        if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == steps):
+            answers = rollout(share(held_out), None, 1, 0.0, "group")
+            metrics["held_out_reward"] = mean(gather(score(answers, reward_model, reward_tokenizer, args)[0]))
+            if run.improves(metrics) and args.keep_best:
+                run.save_best()
+        run.log(metrics, show="reward")
+        if is_main() and args.sample_every and ((step + 1) % args.sample_every == 0 or step == 0):
+            write_samples(run.out, step + 1, rollouts, rewards, advantages)
+        check_health(run.rows, args)
+    run.end()
+    say(f"saved {run.out / 'model'}")
+
+
+def mean(values):
+    """Of the numbers among them; None where there is none."""
+    values = [v for v in values if v == v]
+    return sum(values) / len(values) if values else None
 
 
 def sampled_tokens(rollouts):
@@ -227,33 +279,34 @@ def sampled_tokens(rollouts):
     return sum(len(s.tokens) for r in rollouts for s in r.responses) + sum(len(d.tokens) for d in drafts.values())
 
 
-def step_metrics(rollouts, rewards, raw, totals, entropy, args):
+def step_metrics(rollouts, rewards, raw, totals, args):
     """What one looks at to see whether a run is healthy. Shares are of the final responses or of the tokens in the loss."""
     responses = [s for r in rollouts for s in r.responses]
+    rewards = torch.tensor(rewards).view(-1, args.group_size)                                   # [P,G]
     scored = rewards[~rewards.isnan()]
     spread = [g[~g.isnan()] for g in rewards]
     similarity = [h.score for r in rollouts for h in r.exemplars]
 
-    def share(flags):
+    def share_of(flags):
         return sum(flags) / len(responses)
 
-    def per_token(total):
-        return total / totals["tokens"] if totals["tokens"] else None
+    def per_token(name):
+        return totals[name] / totals["tokens"] if totals["tokens"] else None
     return {
         "reward": scored.mean().item() if len(scored) else None,             # what GRPO optimises: standardised, penalised
         "reward_std": scored.std(correction=0).item() if len(scored) else None,
-        "reward_model_score": sum(raw) / len(raw) if raw else None,         # standardised, of the replies alone
+        "reward_model_score": mean(raw),                                    # standardised, of the replies alone
         "zero_std_groups": sum(len(g) < 2 or g.std().item() < 1e-6 for g in spread) / len(spread),
-        "kl": per_token(totals["kl"]) if args.beta else None,
-        "ratio": per_token(totals["ratio"]),
-        "clip_share_low": per_token(totals["clip_low"]), "clip_share_high": per_token(totals["clip_high"]),
-        "entropy": per_token(entropy * args.inner_steps),
+        "kl": per_token("kl") if args.beta else None,
+        "ratio": per_token("ratio"),
+        "clip_share_low": per_token("clip_low"), "clip_share_high": per_token("clip_high"),
+        "entropy": per_token("entropy") and per_token("entropy") * args.inner_steps,        # measured in the first inner step only
         "response_tokens": sum(len(s.tokens) for s in responses) / len(responses),
         "reply_words": sum(len(s.reply.split()) for s in responses) / len(responses),
-        "truncated": share(not s.finished for s in responses),
-        "well_formed": share(s.well_formed for s in responses),
-        "no_reply": share(not s.reply for s in responses),
-        "retrieval_similarity": sum(similarity) / len(similarity) if similarity else None,
+        "truncated": share_of(not s.finished for s in responses),
+        "well_formed": share_of(s.well_formed for s in responses),
+        "no_reply": share_of(not s.reply for s in responses),
+        "retrieval_similarity": mean(similarity),
         "exemplars": len(similarity) / len(rollouts),
         "turns_dropped": sum(r.turns_dropped for r in rollouts) / len(rollouts),
     }
@@ -261,7 +314,7 @@ def step_metrics(rollouts, rewards, raw, totals, entropy, args):
 
 def write_samples(out, step, rollouts, rewards, advantages):
     """Append the step's rollouts to samples.jsonl, each response with its reward and advantage (reward null: left out)."""
-    values = iter(zip(rewards.flatten().tolist(), advantages.flatten().tolist()))
+    values = iter(zip(rewards, advantages))
     with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
         for rollout in rollouts:
             record = {"step": step, **rollout.record()}

@@ -3,22 +3,24 @@
     for each step:  batch of pairs -> packs of (dialogue, [chosen, rejected]) -> two scores -> -log σ(r⁺ - r⁻) -> AdamW
 
     python train_rm.py --model Qwen/Qwen2.5-7B-Instruct --data preferences.jsonl --out runs/rm
+    torchrun --nproc_per_node=2 train_rm.py --preset rm-7b --data preferences.jsonl --out runs/rm
 """
 import math
 import time
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
-from escrag_min.args import check, option, parse, run_script
+from escrag_min.args import check, option, run_script
 from escrag_min.chat import Tokenizer, split_think
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
 from escrag_min.packing import pack, split_into_packs
+from escrag_min.parallel import backward, compute_dtype, default_device, even, first, gather, load, say, share, total, world
+from escrag_min.presets import parse_run
 from escrag_min.reward import RewardModel, bradley_terry_loss, reward_tree
+from escrag_min.runs import Run, RunArgs
 from escrag_min.tiny import model_or_tiny
-from escrag_min.training import (RunArgs, batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint,
-                                 log_metrics, make_optimizer, open_run, save_checkpoint, update)
+from escrag_min.training import batch_indices, check_batch, learning_rate, make_optimizer, update
 
 
 @dataclass
@@ -53,73 +55,89 @@ def pair_scores(model, micro, device):
 
 
 @torch.no_grad()
+def all_scores(model, trees, args, device):
+    """Pairs -> (chosen [n], rejected [n]) on the CPU; under torchrun each rank scores its share."""
+    pairs = []
+    for micro, real in even(split_into_packs(share(trees), args.tokens_per_batch)):
+        scores = torch.stack(pair_scores(model, micro, device), dim=1)              # [B,2]
+        pairs += scores.tolist() if real else []
+    return torch.tensor(gather(pairs)).unbind(dim=1)
+
+
 def evaluate(model, trees, args, device):
     """Held-out pairs -> accuracy (a tie is not correct); that of "the longer reply wins" (in tokens; equal lengths count half, as
     for a coin), which a reward model must beat to know more than length; loss in nats."""
-    chosen, rejected = zip(*(pair_scores(model, micro, device) for micro in split_into_packs(trees, args.tokens_per_batch)))
-    chosen, rejected = torch.cat(chosen), torch.cat(rejected)
+    chosen, rejected = all_scores(model, trees, args, device)
     longer = sum((len(good) > len(bad)) + (len(good) == len(bad)) / 2 for _, (good, bad) in trees) / len(trees)
     return {"held_out_accuracy": (chosen > rejected).float().mean().item(), "longer_wins_accuracy": longer,
             "held_out_loss": bradley_terry_loss(chosen, rejected).mean().item()}
 
 
-@torch.no_grad()
-def reward_statistics(model, trees, args, device):
-    """Mean and std of the scores on training replies (of 1000 pairs at most), with which a reward is standardised."""
-    scores = [torch.cat(pair_scores(model, micro, device)) for micro in split_into_packs(trees[:1000], args.tokens_per_batch)]
-    scores = torch.cat(scores)
-    return scores.mean().item(), scores.std().item()
+def standardise(model, trees, args, device):
+    """Give the model mean and std of its scores on training replies (of 1000 pairs at most): its rewards are in those units."""
+    scores = torch.cat(all_scores(model, trees[:1000], args, device))
+    model.mean, model.std = scores.mean().item(), scores.std().item()
 
 
+def batch_loss(model, trees, args, device):
+    """Mean Bradley-Terry loss over the pairs of all ranks, with its gradient -> (loss in nats, accuracy). trees: this rank's."""
+    pairs, loss, correct = int(total(len(trees))[0]), 0.0, 0
+    for micro, real in even(split_into_packs(trees, args.tokens_per_batch)):
+        chosen, rejected = pair_scores(model, micro, device)                                    # [B] each
+        micro_loss = real * bradley_terry_loss(chosen, rejected, args.margin).sum() / pairs     # global count
+        backward(micro_loss)
+        loss += micro_loss.item()
+        correct += real * (chosen > rejected).sum().item()
+    loss, correct = total(loss, correct)
+    return loss, correct / pairs
+
+
+@world()
 def main(argv=None):
-    args = parse(Args, __doc__, argv)
-    check(args.batch_size > 0, f"--batch-size {args.batch_size} must be at least 1")
+    args = parse_run("train_rm", Args, __doc__, argv)
+    if args is None:        # --plan
+        return
+    check_batch("--batch-size", args.batch_size, "pairs")
     check(0 < args.held_out < 1, f"--held-out {args.held_out} must be between 0 and 1")
     device = default_device()
     records = read_records(args.data, "preference", args.limit, args.seed)
-    out = open_run("train_rm", args)
-    args.model = str(model_or_tiny(args.model, out))
+    run = Run("train_rm", args, held_out=("held_out_accuracy", max))
+    args.model = first(lambda: str(model_or_tiny(args.model, run.out)))
     tokenizer = Tokenizer.from_pretrained(args.model)
     train, held_out = ([pair_tree(tokenizer, r, args.max_length) for r in part]
                        for part in split_by_dialogue(records, args.held_out, args.seed))
     turns_dropped = sum(dropped for _, dropped in train + held_out)
     (train, same), (held_out, same_too) = (usable_pairs([tree for tree, _ in part]) for part in (train, held_out))
     check(train and held_out, f"{args.data}: no pair is left to train on or to measure with")
-    model = RewardModel.from_pretrained(args.model, torch.float32, device).train()
+    model = load(RewardModel, args.model).train()
     model.model.checkpoint_blocks = args.checkpoint_blocks
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
-    first = load_checkpoint(out, model, optimizer) if args.resume else 0
-    print(f"{len(train)} pairs, {len(held_out)} held out, {same + same_too} dropped (both replies the same), "
-          f"{turns_dropped} old turns dropped to fit --max-length; {steps} steps on {device}, writing {out}")
+    run.start(model, optimizer)
+    say(f"{len(train)} pairs, {len(held_out)} held out, {same + same_too} dropped (both replies the same), "
+        f"{turns_dropped} old turns dropped to fit --max-length; {steps} steps on {device}, writing {run.out}")
 
     result = None
-    bar = tqdm(range(first, steps), initial=first, total=steps, desc="rm")
-    for step in bar:
-        began, loss, correct = time.time(), 0.0, 0
+    for step in run.steps(steps, "rm"):
+        began = time.time()
         batch = [train[i] for i in batch_indices(len(train), args.batch_size, step, args.seed)]
-        for micro in split_into_packs(batch, args.tokens_per_batch):
-            chosen, rejected = pair_scores(model, micro, device)                                # [B] each
-            micro_loss = bradley_terry_loss(chosen, rejected, args.margin).sum() / len(batch)   # global count
-            micro_loss.backward()
-            loss += micro_loss.item()
-            correct += (chosen > rejected).sum().item()
+        loss, accuracy = batch_loss(model, share(batch), args, device)
         lr = learning_rate(step, steps, args.lr, args.warmup * steps)
-        norm = update(model, optimizer, lr, args.clip_norm)
-        metrics = {"step": step + 1, "loss": loss, "accuracy": correct / len(batch), "lr": lr, "grad_norm": norm,
+        norm, skipped = update(model, optimizer, lr, args.clip_norm, loss)
+        metrics = {"step": step + 1, "loss": loss, "accuracy": accuracy, "lr": lr, "grad_norm": norm, "skipped": int(skipped),
                    "seconds": time.time() - began}
         if (step + 1) % args.eval_every == 0 or step + 1 == steps:
             result = evaluate(model, held_out, args, device)
             metrics.update(result)
-        log_metrics(out, metrics)
-        bar.set_postfix(loss=f"{loss:.3f}")
-        if (step + 1) % args.save_every == 0 and step + 1 < steps:
-            save_checkpoint(out, step + 1, model, optimizer, args.model)
+            if run.improves(metrics) and args.keep_best:
+                standardise(model, train, args, device)
+                run.save_best()
+        run.log(metrics, show="loss")
     result = result or evaluate(model, held_out, args, device)      # none where --resume found nothing left to do
-    model.mean, model.std = reward_statistics(model, train, args, device)
-    model.save_pretrained(out / "model", args.model)
-    print(f"held-out accuracy {result['held_out_accuracy']:.3f} on {len(held_out)} pairs "
-          f"(the longer reply wins: {result['longer_wins_accuracy']:.3f}); saved {out / 'model'}")
+    standardise(model, train, args, device)
+    run.end()
+    say(f"held-out accuracy {result['held_out_accuracy']:.3f} on {len(held_out)} pairs "
+        f"(the longer reply wins: {result['longer_wins_accuracy']:.3f}); saved {run.out / 'model'}")
 
 
 if __name__ == "__main__":

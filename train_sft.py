@@ -3,25 +3,26 @@
     for each step:  batch of demonstrations -> packs of (prompt, [reasoned reply]) -> log-probs -> Σ w·nll -> AdamW
 
     python train_sft.py --model Qwen/Qwen2.5-3B-Instruct --data demonstrations.jsonl --out runs/sft
+    torchrun --nproc_per_node=2 train_sft.py --preset sft-3b --data demonstrations.jsonl --out runs/sft
 """
 import math
 import time
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
-from escrag_min.args import check, option, parse, run_script
+from escrag_min.args import check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
-from escrag_min.logprob import token_logprobs
 from escrag_min.packing import pack, split_into_packs
+from escrag_min.parallel import backward, compute_dtype, default_device, even, first, load, say, share, total, world
+from escrag_min.presets import parse_run
 from escrag_min.prompts import fitted_ids, policy_prompt
 from escrag_min.qwen2 import Qwen2
+from escrag_min.runs import Run, RunArgs
 from escrag_min.sft import sft_loss, sft_weights
 from escrag_min.tiny import model_or_tiny
-from escrag_min.training import (RunArgs, batch_indices, compute_dtype, default_device, learning_rate, load_checkpoint,
-                                 log_metrics, make_optimizer, open_run, save_checkpoint, update)
+from escrag_min.training import batch_indices, check_batch, learning_rate, make_optimizer, update
 
 
 @dataclass
@@ -43,59 +44,61 @@ def demonstration_tree(tokenizer, record, max_length):
     return (prompt, [reply]), dropped
 
 
-def batch_loss(model, trees, args, device, backward=False):
-    """Mean nll per response token over all trees, micro-batch by micro-batch (sum with global weights) -> float, nats."""
-    total_tokens, total = sum(len(branches[0]) for _, branches in trees), 0.0
-    for micro in split_into_packs(trees, args.tokens_per_batch):
+def batch_loss(model, trees, args, device, train=False):
+    """Mean nll per response token over the trees of all ranks, micro-batch by micro-batch (sum with global weights) -> float, nats.
+
+    trees: this rank's. train: with gradient.
+    """
+    total_tokens, loss = int(total(sum(len(branches[0]) for _, branches in trees))[0]), 0.0
+    for micro, real in even(split_into_packs(trees, args.tokens_per_batch)):
         packed = pack(micro).to(device)
-        with compute_dtype(device):
-            hidden = model(packed.tokens[None], mask=packed)[0]                     # [T,H]
-            logp = token_logprobs(model, hidden, packed.pred, packed.targets)       # [N]
-        loss = sft_loss(logp, sft_weights(len(logp), total_tokens, device))
-        if backward:
-            loss.backward()
-        total += loss.item()
-    return total
+        with torch.set_grad_enabled(train), compute_dtype(device):
+            logp = model.log_probs(packed)                                      # [N]
+        micro_loss = sft_loss(logp, real * sft_weights(len(logp), total_tokens, device))
+        if train:
+            backward(micro_loss)
+        loss += micro_loss.item()
+    return total(loss)[0]
 
 
+@world()
 def main(argv=None):
-    args = parse(Args, __doc__, argv)
-    check(args.batch_size > 0, f"--batch-size {args.batch_size} must be at least 1")
+    args = parse_run("train_sft", Args, __doc__, argv)
+    if args is None:        # --plan
+        return
+    check_batch("--batch-size", args.batch_size, "demonstrations")
     device = default_device()
     records = read_records(args.data, "demonstration", args.limit, args.seed)
-    out = open_run("train_sft", args)
-    args.model = str(model_or_tiny(args.model, out))
+    run = Run("train_sft", args, held_out=("held_out_loss", min))
+    args.model = first(lambda: str(model_or_tiny(args.model, run.out)))
     tokenizer = Tokenizer.from_pretrained(args.model)
     train, held_out = split_by_dialogue(records, args.held_out, args.seed) if args.held_out else (records, [])
     fitted = [demonstration_tree(tokenizer, r, args.max_length) for r in train + held_out]
     turns_dropped = sum(dropped for _, dropped in fitted)
     trees, held_out_trees = ([tree for tree, _ in part] for part in (fitted[:len(train)], fitted[len(train):]))
-    model = Qwen2.from_pretrained(args.model, torch.float32, device).train()
+    model = load(Qwen2, args.model).train()
     model.model.checkpoint_blocks = args.checkpoint_blocks
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(trees) / args.batch_size)
-    first = load_checkpoint(out, model, optimizer) if args.resume else 0
-    print(f"{len(train)} demonstrations, {len(held_out)} held out, {turns_dropped} old turns dropped to fit "
-          f"--max-length; {steps} steps on {device}, writing {out}")
+    run.start(model, optimizer)
+    say(f"{len(train)} demonstrations, {len(held_out)} held out, {turns_dropped} old turns dropped to fit "
+        f"--max-length; {steps} steps on {device}, writing {run.out}")
 
-    bar = tqdm(range(first, steps), initial=first, total=steps, desc="sft")
-    for step in bar:
+    for step in run.steps(steps, "sft"):
         began = time.time()
         batch = [trees[i] for i in batch_indices(len(trees), args.batch_size, step, args.seed)]
-        loss = batch_loss(model, batch, args, device, backward=True)
+        loss = batch_loss(model, share(batch), args, device, train=True)
         lr = learning_rate(step, steps, args.lr, args.warmup * steps)
-        norm = update(model, optimizer, lr, args.clip_norm)
-        metrics = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm,
+        norm, skipped = update(model, optimizer, lr, args.clip_norm, loss)
+        metrics = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm, "skipped": int(skipped),
                    "response_tokens": sum(len(b[0]) for _, b in batch), "seconds": time.time() - began}
         if held_out_trees and ((step + 1) % args.eval_every == 0 or step + 1 == steps):
-            with torch.no_grad():
-                metrics["held_out_loss"] = batch_loss(model, held_out_trees, args, device)
-        log_metrics(out, metrics)
-        bar.set_postfix(loss=f"{loss:.3f}")
-        if (step + 1) % args.save_every == 0 and step + 1 < steps:
-            save_checkpoint(out, step + 1, model, optimizer, args.model)
-    model.save_pretrained(out / "model", args.model)
-    print(f"saved {out / 'model'}")
+            metrics["held_out_loss"] = batch_loss(model, share(held_out_trees), args, device)
+            if run.improves(metrics) and args.keep_best:
+                run.save_best()
+        run.log(metrics, show="loss")
+    run.end()
+    say(f"saved {run.out / 'model'}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
     args = parse(Args, __doc__)        # --lr 3e-6; an unknown option is an error
 """
 import argparse
+import contextlib
 import os
 import sys
 import typing
@@ -17,12 +18,18 @@ def option(default, help, choices=None):
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
-def parse(cls, description, argv=None, prog=None):
-    """argv (None: the command line) -> cls. bool fields become --name / --no-name; the name's _ becomes -."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False,
+def parse(cls, description, argv=None, defaults=None):
+    """argv (None: the command line) -> cls. bool fields become --name / --no-name; the name's _ becomes -.
+
+    defaults: {field: value} in the place of the class's own.
+    """
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, cls)
-    return cls(**vars(parser.parse_args(argv)))
+    parser.set_defaults(**defaults or {})
+    with open(os.devnull, "w") as nowhere:      # under torchrun, rank 0 says it
+        with contextlib.redirect_stderr(sys.stderr if os.environ.get("RANK", "0") == "0" else nowhere):
+            return cls(**vars(parser.parse_args(argv)))
 
 
 def add_options(parser, cls):

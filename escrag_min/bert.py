@@ -126,7 +126,7 @@ def load_bert(folder, config, device):
     """Bert with a folder's weights, in float32. Missing, unexpected and misshapen weights are an error that names them."""
     with torch.device("meta"):
         model = Bert(config)
-    fill(model, folder, torch.float32, device, ignore=lambda name: name.startswith(UNUSED),
+    fill(model, folder, device, ignore=lambda name: name.startswith(UNUSED),
          rename=lambda name: name.removeprefix("bert."))
     return model.eval().requires_grad_(False)
 

@@ -1,13 +1,14 @@
 """Hugging Face folders to modules and back: config.json, *.safetensors (one file or shards with an index), tokenizer files.
 
 Loading builds the module on the meta device and puts each tensor in its place as it is read, so that the weights exist
-once. Saving writes into a temporary folder beside the target and renames it: a folder that exists is complete.
+once; where the module is sharded, each rank reads its own rows only. Saving writes into a temporary folder beside the target
+and renames it: a folder that exists is complete.
 """
 import json
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -98,49 +99,56 @@ def weight_files(folder):
 
 
 def read_tensors(folder):
-    """Yield (name, tensor) of a folder's weights, one at a time."""
+    """Yield (name, view, shape) of a folder's weights; view[rows] reads those rows, view[:] all."""
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
-                    yield name, file.get_tensor(name)
+                    view = file.get_slice(name)
+                    yield name, view, torch.Size(view.get_shape())
         except SafetensorError as error:
             raise ValueError(f"{path}: not a complete safetensors file ({error})") from None
 
 
-def fill(module, folder, dtype, device, new=(), ignore=lambda name: False, rename=str):
-    """Give a module on the meta device the weights of a folder, each tensor as it is read: they exist once.
+def fill(module, folder, device, new=(), ignore=lambda name: False, rename=str, read=None):
+    """Give a module on the meta device the weights of a folder, in the module's dtype, each as it is read: they exist once.
 
     new      parameters the folder may lack; they start at zero
     ignore   name -> whether the folder may hold it without the module needing it; any other is an error
     rename   the file's name of a weight -> the module's
+    read     (parameter, view) -> tensor: what this process keeps of a weight; None: all of it
     """
-    expected = {name: p.shape for name, p in module.named_parameters()}     # a tied head is not listed twice
+    read = read or (lambda parameter, view: view[:].to(device, parameter.dtype, copy=True))
+    expected = dict(module.named_parameters())      # a tied head is not listed twice
     found = {}
-    for name, tensor in read_tensors(folder):
+    for name, view, shape in read_tensors(folder):
         name = rename(name)
         if name in expected:
-            if tensor.shape != expected[name]:
-                raise ValueError(f"{folder}: {name} has shape {list(tensor.shape)}, config.json implies "
-                                 f"{list(expected[name])}")
-            found[name] = tensor.to(device=device, dtype=dtype, copy=True)
+            if shape != expected[name].shape:
+                raise ValueError(f"{folder}: {name} has shape {list(shape)}, config.json implies {list(expected[name].shape)}")
+            found[name] = read(expected[name], view)
         elif not ignore(name):
             raise ValueError(f"{folder}: unexpected weight {name}")
     for name in expected.keys() - found.keys():
         if name not in new:
             raise ValueError(f"{folder}: weight {name} is missing")
-        found[name] = torch.zeros(expected[name], dtype=dtype, device=device)
+        found[name] = read(expected[name], torch.zeros(expected[name].shape))
     module.load_state_dict(found, strict=False, assign=True)     # strictness was checked by name above
 
 
-def load(cls, path_or_hub_id, dtype=torch.float32, device="cpu", new=(), ignore=()):
-    """A module cls(config) with a Qwen-2.5 folder's weights, in evaluation mode. new, ignore: names, see fill."""
+def load(cls, path_or_hub_id, dtype=torch.float32, device="cpu", new=(), ignore=(), shard=None):
+    """A module cls(config) with a Qwen-2.5 folder's weights, in evaluation mode.
+
+    new, ignore   names, see fill
+    shard         module -> read, see fill: cuts the still empty module over ranks (parallel.shard)
+    """
     folder = resolve(path_or_hub_id)
     config = read_config(folder)
     with torch.device("meta"):
-        module = cls(config)
+        module = cls(config).to(dtype)
     ignored = {*ignore, *(["lm_head.weight"] if config.tie_word_embeddings else [])}     # a redundant head: it stays tied
-    fill(module, folder, dtype, device, new, lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"))
+    fill(module, folder, device, new, lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"),
+         read=shard(module) if shard else None)
     if hasattr(module, "tie_weights"):
         module.tie_weights()
     return module.eval().requires_grad_(True)
@@ -171,42 +179,62 @@ def atomic_folder(path):
 
 
 def write_json(path, value):
-    Path(path).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    """Write or replace a JSON file, never leaving half of one."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    os.replace(part, path)
 
 
-def save(module, path, tokenizer_from=None, dtype=None, architecture="Qwen2ForCausalLM", extra=None):
-    """Write module as a Hugging Face folder that transformers and vLLM load.
+def plan_files(module, dtype=None):
+    """Which weights go into which file -> ([[name, ...], ...], bytes in all); a file has at most SHARD_BYTES, or one weight."""
+    files, size, total = [[]], 0, 0
+    for name, parameter in module.named_parameters():        # lists a tied weight once
+        nbytes = parameter.numel() * (dtype or parameter.dtype).itemsize
+        if files[-1] and size + nbytes > SHARD_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += nbytes
+        total += nbytes
+    return files, total
 
+
+def save(module, path, tokenizer_from=None, dtype=None, architecture="Qwen2ForCausalLM", extra=None, whole=lambda p: p):
+    """Write module as a Hugging Face folder that transformers and vLLM load, one file of at most SHARD_BYTES after another.
+
+    path             None: do not write, but call `whole` as the process that does (the other ranks)
     tokenizer_from   folder whose tokenizer and generation files are copied along
     dtype            of the written weights; None: as they are. float32 weights keep updates that bf16 would round away.
     extra            further keys for config.json
-    Tied weights are written once. Over 5 GB the weights go into shards with an index.
+    whole            parameter -> all of it
+    Tied weights are written once. More than one file gets an index.
     """
-    weights = {}
-    for name, parameter in module.named_parameters():        # lists a tied weight once
-        weights[name] = parameter.detach().to(device="cpu", dtype=dtype or parameter.dtype).contiguous()
-    written = next(iter(weights.values())).dtype
-    config = {**module.config.raw, "architectures": [architecture], **(extra or {})}
-    for key in ("torch_dtype", "dtype"):
-        if key in config or key == "torch_dtype" and "dtype" not in config:
-            config[key] = str(written).removeprefix("torch.")
-    shards, size = [{}], 0
-    for name, tensor in weights.items():
-        if size + tensor.nbytes > SHARD_BYTES and shards[-1]:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    with atomic_folder(path) as folder:
-        names = ["model.safetensors"] if len(shards) == 1 else [
-            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        for name, shard in zip(names, shards):
-            save_file(shard, folder / name, metadata={"format": "pt"})
-        if len(shards) > 1:
-            write_json(folder / "model.safetensors.index.json", {
-                "metadata": {"total_size": sum(t.nbytes for t in weights.values())},
-                "weight_map": {key: name for name, shard in zip(names, shards) for key in shard}})
+    parameters = dict(module.named_parameters())
+    files, total = plan_files(module, dtype)
+    names = ["model.safetensors"] if len(files) == 1 else [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    with atomic_folder(path) if path else nullcontext() as folder:
+        for name, members in zip(names, files):
+            tensors = {}
+            for member in members:
+                tensor = whole(parameters[member].detach())
+                if folder:
+                    tensors[member] = tensor.to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+            if folder:
+                save_file(tensors, folder / name, metadata={"format": "pt"})
+        if not folder:
+            return
+        written = str(dtype or next(iter(parameters.values())).dtype).removeprefix("torch.")
+        config = {**module.config.raw, "architectures": [architecture], **(extra or {})}
+        for key in ("torch_dtype", "dtype"):
+            if key in config or key == "torch_dtype" and "dtype" not in config:
+                config[key] = written
         write_json(folder / "config.json", config)
+        if len(files) > 1:
+            write_json(folder / "model.safetensors.index.json", {
+                "metadata": {"total_size": total},
+                "weight_map": {member: name for name, members in zip(names, files) for member in members}})
         if tokenizer_from:
             for name in TOKENIZER_FILES:
                 if (Path(tokenizer_from) / name).exists():

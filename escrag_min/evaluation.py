@@ -21,10 +21,10 @@ from escrag_min.judging import (
     perspective_means,
 )
 from escrag_min.llm import open_writer
+from escrag_min.parallel import frozen_dtype, load
 from escrag_min.prompts import compare_prompt, score_prompt
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.scripted import scripted_writer
-from escrag_min.training import default_device
 
 LADDER = (      # paper §4, the ablation's rows: name, checkpoint, exemplars at inference (None: --retrieve)
     ("base", "base", 0), ("+ RAG", "base", None), ("cold-start SFT", "sft", 0), ("vanilla GRPO", "grpo", 0),
@@ -36,7 +36,7 @@ class RewardJudge:
 
     def __init__(self, folder):
         self.name = f"reward model {folder}"
-        self.model = RewardModel.from_pretrained(folder, torch.float32, default_device())
+        self.model = load(RewardModel, folder, frozen_dtype())
         self.tokenizer = Tokenizer.from_pretrained(folder)
 
     def scores(self, records, key):

@@ -18,9 +18,9 @@ from escrag_min.chat import Tokenizer
 from escrag_min.checkpoint import resolve, weight_files
 from escrag_min.endpoint import EndpointWriter
 from escrag_min.journal import Answer
+from escrag_min.parallel import frozen_dtype, load
 from escrag_min.qwen2 import Qwen2
 from escrag_min.sampling import sample
-from escrag_min.training import compute_dtype, default_device
 
 
 def open_writer(spec, *, model=None, batch_size=16, **endpoint):
@@ -67,9 +67,9 @@ class LocalWriter:
     def __init__(self, folder, batch_size=16):
         check(batch_size >= 1, f"LocalWriter: batch_size {batch_size} must be at least 1")
         path = resolve(folder)
-        self.batch_size, self.device = batch_size, default_device()
+        self.batch_size = batch_size
         self.tokenizer = Tokenizer.from_pretrained(path)
-        self.model = Qwen2.from_pretrained(path, torch.float32, self.device)
+        self.model = load(Qwen2, path, frozen_dtype())
         self.name = f"local:{Path(folder).resolve().name}-{fingerprint(path)}"
 
     def write(self, requests, on_answer):
@@ -94,7 +94,6 @@ class LocalWriter:
     def _texts(self, prompts, seeds, temperature, max_tokens):
         # generators on the CPU: the same numbers on every device
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        with compute_dtype(self.device):
-            drawn = sample(self.model, prompts, 1, max_tokens, temperature, stop_tokens=self.tokenizer.stop_tokens,
-                           vocab_size=len(self.tokenizer), generator=generators)
+        drawn = sample(self.model, prompts, 1, max_tokens, temperature, stop_tokens=self.tokenizer.stop_tokens,
+                       vocab_size=len(self.tokenizer), generator=generators)
         return [self.tokenizer.decode(completion.tokens) for (completion,) in drawn]

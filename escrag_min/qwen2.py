@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from escrag_min.logprob import token_logprobs
 from escrag_min.packing import Packed
 
 
@@ -210,16 +211,22 @@ class Qwen2(nn.Module):
         """hidden [..., H] -> [..., V]"""
         return self.lm_head(hidden)
 
+    def log_probs(self, packed, temperature=1.0, vocab_size=None, with_entropy=False):
+        """Packed -> float32[N], log-probability of each target (see logprob.token_logprobs): what SFT and GRPO train on."""
+        hidden = self.model(packed.tokens[None], mask=packed)[0]                          # [T,H]
+        return token_logprobs(self, hidden, packed.pred, packed.targets, temperature, vocab_size=vocab_size,
+                              with_entropy=with_entropy)
+
     @classmethod
-    def from_pretrained(cls, path_or_hub_id, dtype=torch.float32, device="cpu"):
+    def from_pretrained(cls, path_or_hub_id, dtype=torch.float32, device="cpu", shard=None):
         """A Hugging Face folder or Hub id of any Qwen-2.5 -> Qwen2. Missing or unexpected weights are an error."""
         from escrag_min.checkpoint import load
-        return load(cls, path_or_hub_id, dtype, device)
+        return load(cls, path_or_hub_id, dtype, device, shard=shard)
 
-    def save_pretrained(self, path, tokenizer_from=None, dtype=None):
+    def save_pretrained(self, path, tokenizer_from=None, dtype=None, **options):
         """Write a Hugging Face folder (see checkpoint.save)."""
         from escrag_min.checkpoint import save
-        save(self, path, tokenizer_from, dtype)
+        save(self, path, tokenizer_from, dtype, **options)
 
 
 class KVCache:

@@ -12,6 +12,7 @@ from torch import nn
 
 from escrag_min import checkpoint
 from escrag_min.packing import pack, split_into_packs
+from escrag_min.parallel import even
 from escrag_min.prompts import fitted_ids, reward_prompt
 from escrag_min.qwen2 import Body
 
@@ -38,21 +39,21 @@ class RewardModel(nn.Module):
         """Packed -> float32[R]: one score a branch, read at the branch's last token; nothing else in the pack matters."""
         hidden = self.model(packed.tokens[None], mask=packed)[0]             # [T,H]
         with torch.autocast(hidden.device.type, enabled=False):              # the head in float32: bf16 scores tie
-            return F.linear(hidden[packed.last].float(), self.score.weight.float()).squeeze(-1)    # [R]
+            return hidden[packed.last].float() @ self.score.weight[0].float()                      # [R]
 
     @classmethod
-    def from_pretrained(cls, path_or_hub_id, dtype=torch.float32, device="cpu"):
+    def from_pretrained(cls, path_or_hub_id, dtype=torch.float32, device="cpu", shard=None):
         """A saved reward model, or a language model whose head is new and zero. A reward model without its head is an error."""
         folder = checkpoint.resolve(path_or_hub_id)
         kinds = checkpoint.read_config(folder).raw.get("architectures") or []
         fresh = "Qwen2ForSequenceClassification" not in kinds
         return checkpoint.load(cls, folder, dtype, device, new=("score.weight",) if fresh else (),
-                               ignore=("lm_head.weight",) if fresh else ())
+                               ignore=("lm_head.weight",) if fresh else (), shard=shard)
 
-    def save_pretrained(self, path, tokenizer_from=None, dtype=None):
-        checkpoint.save(self, path, tokenizer_from, dtype, architecture="Qwen2ForSequenceClassification", extra={
+    def save_pretrained(self, path, tokenizer_from=None, dtype=None, **options):
+        checkpoint.save(self, path, tokenizer_from, dtype, "Qwen2ForSequenceClassification", {
             "num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0},
-            "escrag_reward": {"mean": self.mean, "std": self.std}})
+            "escrag_reward": {"mean": self.mean, "std": self.std}}, **options)
 
 
 def reward_tree(tokenizer, dialogue, replies, limit):
@@ -69,12 +70,13 @@ def reward_tree(tokenizer, dialogue, replies, limit):
 def score_replies(model, tokenizer, items, limit=2048, tokens_per_batch=8192):
     """[(dialogue, [replies]), ...] -> list of lists of float: standardised scores, (r - mean) / std.
 
-    An empty reply is not shown to the model, which never saw one; it gets NO_REPLY_REWARD.
+    An empty reply is not shown to the model, which never saw one; it gets NO_REPLY_REWARD. Under torchrun each rank has items
+    of its own, also none, but all must ask.
     """
     trees = [reward_tree(tokenizer, dialogue, spoken, limit)[0] for dialogue, replies in items
              if (spoken := [r for r in replies if r])]
-    device = model.score.weight.device
-    packs = split_into_packs(trees, tokens_per_batch, split_trees=True)
-    raw = [score for trees in packs for score in model(pack(trees).to(device)).tolist()]
+    packs = even(split_into_packs(trees, tokens_per_batch, split_trees=True))
+    scored = [(model(pack(trees).to(model.score.weight.device)), real) for trees, real in packs]
+    raw = [score for scores, real in scored if real for score in scores.tolist()]
     scores = iter((score - model.mean) / max(model.std, 1e-6) for score in raw)
     return [[next(scores) if reply else NO_REPLY_REWARD for reply in replies] for _, replies in items]

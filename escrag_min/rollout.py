@@ -53,7 +53,7 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
     retrieve        n, exemplars in the final prompt; 0: one pass
     initial         "group": one initial response a state; "rollout": one for each of the G
     prompt_limit    tokens a prompt may have; the oldest turns of the dialogue are dropped to fit, then exemplars
-    generator       for sampling: one, or one a state (with initial="group")
+    generator       for sampling: one, or a list of one a state: then a state's rollouts do not depend on the others
     -> list[Rollout], the states in order; one a state, or group_size a state with initial="rollout"
     """
     if initial not in ("group", "rollout"):
@@ -61,23 +61,25 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
     if retrieve < 0 or retrieve and index is None:
         raise ValueError(f"two_pass_rollout: retrieve={retrieve} needs an exemplar index and must be >= 0")
 
-    def speak(prompts, copies):
+    def speak(prompts, copies, generator):
         completions = sample(model, prompts, copies, max_new_tokens, temperature, stop_tokens=tokenizer.stop_tokens,
                              vocab_size=len(tokenizer), generator=generator, progress=progress)
         return [[as_response(tokenizer, c) for c in group] for group in completions]
 
     first = [fitted_ids(tokenizer, policy_prompt, state["prompt"], prompt_limit) for state in states]
     if retrieve == 0:
-        drawn = speak([ids for ids, _ in first], group_size)
+        drawn = speak([ids for ids, _ in first], group_size, generator)
         return [Rollout(state, i, None, [], [], ids, responses, dropped)
                 for i, (state, (ids, dropped), responses) in enumerate(zip(states, first, drawn))]
 
     copies = 1 if initial == "group" else group_size
-    drafts = [(i, draft) for i, group in enumerate(speak([ids for ids, _ in first], copies)) for draft in group]
+    drafts = [(i, draft) for i, group in enumerate(speak([ids for ids, _ in first], copies, generator)) for draft in group]
     hits = index.search([draft_text(draft) for _, draft in drafts], retrieve, [states[i]["dialogue_id"] for i, _ in drafts])
     final = [final_prompt(tokenizer, states[i]["prompt"], draft_text(draft), found, prompt_limit)
              for (i, draft), found in zip(drafts, hits)]
-    drawn = speak([ids for ids, _, _ in final], group_size // copies)   # G, or 1 each
+    if isinstance(generator, list):
+        generator = [generator[i] for i, _ in drafts]
+    drawn = speak([ids for ids, _, _ in final], group_size // copies, generator)    # G, or 1 each
     return [Rollout(states[i], i, draft, first[i][0], shown, ids, responses, dropped)
             for (i, draft), (ids, dropped, shown), responses in zip(drafts, final, drawn)]
 

@@ -20,6 +20,7 @@ from escrag_min.packing import pack, split_into_packs
 from escrag_min.qwen2 import KVCache
 
 PREFILL_TOKENS = 8192       # tokens a prefill pack may hold
+MAX_CACHE_TOKENS = 65536    # rows · (prompt + new tokens) held at once
 
 
 @dataclass
@@ -77,7 +78,7 @@ class _Prefill:
 
 @torch.no_grad()
 def sample(model, prompts, samples_per_prompt=1, max_new_tokens=256, temperature=1.0, top_p=1.0, top_k=0, stop_tokens=(),
-           vocab_size=None, generator=None, progress=False, max_cache_tokens=65536):
+           vocab_size=None, generator=None, progress=False, max_cache_tokens=MAX_CACHE_TOKENS):
     """Complete each prompt samples_per_prompt times.
 
     prompts            list of token id lists, of any lengths
@@ -115,9 +116,7 @@ def sample(model, prompts, samples_per_prompt=1, max_new_tokens=256, temperature
 def _prefill(model, prompts, copies, capacity):
     """-> (cache of len(prompts)·copies rows, hidden [rows,H] of each prompt's last token)"""
     weight = model.model.norm.weight
-    kind = weight.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    cache = KVCache(model.config, len(prompts) * copies, capacity, dtype, weight.device)
+    cache = KVCache(model.config, len(prompts) * copies, capacity, weight.dtype, weight.device)
     hidden, row = [], 0
     for trees in split_into_packs([(p, []) for p in prompts], max(PREFILL_TOKENS, max(map(len, prompts)))):
         packed = pack(trees).to(weight.device)

@@ -1,15 +1,13 @@
-import json
 import math
 
 import pytest
 import torch
-from conftest import small_config, waves
+from conftest import small_config
 
 import train_sft
 from escrag_min.args import option, parse
 from escrag_min.qwen2 import Qwen2
-from escrag_min.training import (batch_indices, derived_seed, learning_rate, load_checkpoint, log_metrics, make_optimizer,
-                                 save_checkpoint, step_generator, update)
+from escrag_min.training import batch_indices, check_batch, derived_seed, learning_rate, make_optimizer, step_generator, update
 
 
 def test_small_steps_need_float32_masters_case04():
@@ -41,12 +39,15 @@ def test_schedule_by_hand():
         assert max(learning_rate(s, steps, 1.0, 0.05 * steps) for s in range(steps)) <= 1.0
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
+@pytest.mark.parametrize("gradient, loss", [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
+def test_what_is_not_finite_changes_nothing(gradient, loss, capsys):
     weight = torch.nn.Parameter(torch.tensor([0.5]))
     model = torch.nn.ParameterList([weight])
     optimizer = make_optimizer(model, 0.1)
-    weight.grad = torch.tensor([math.nan])
-    assert math.isnan(update(model, optimizer, 0.1)) and weight.item() == 0.5 and weight.grad is None
+    weight.grad = torch.tensor([gradient])
+    norm, skipped = update(model, optimizer, 0.1, 1.0, loss)
+    assert skipped and weight.item() == 0.5 and weight.grad is None and not optimizer.state
+    assert "step skipped" in capsys.readouterr().out
 
 
 def test_every_record_once_an_epoch_and_batches_run_across_epochs():
@@ -58,8 +59,19 @@ def test_every_record_once_an_epoch_and_batches_run_across_epochs():
 
 def test_random_streams_do_not_depend_on_the_process():
     assert derived_seed(0, "rollout", 3) == 1320416013433573303
-    a, b = (torch.rand(3, generator=step_generator(0, 3)) for _ in range(2))
-    assert torch.equal(a, b) and not torch.equal(a, torch.rand(3, generator=step_generator(0, 4)))
+    a, b = (torch.rand(3, generator=step_generator(0, 3, 1)) for _ in range(2))
+    assert torch.equal(a, b)
+    assert not any(torch.equal(a, torch.rand(3, generator=step_generator(0, *other))) for other in ((4, 1), (3, 0)))
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_valid_values_case43(monkeypatch):
+    monkeypatch.setattr("escrag_min.training.size", lambda: 3)
+    check_batch("--batch-size", 6, "pairs")
+    with pytest.raises(ValueError, match=r"--prompts-per-step 8 counts prompts \(not replies\) and must be a multiple of the 3 ranks, "
+                                         "such as 6 or 9"):
+        check_batch("--prompts-per-step", 8, "prompts (not replies)")
+    with pytest.raises(ValueError, match="such as 3 or 6"):
+        check_batch("--batch-size", 2, "pairs")
 
 
 def test_identical_micro_batches_are_full_size_steps_case03(tiny):
@@ -69,7 +81,7 @@ def test_identical_micro_batches_are_full_size_steps_case03(tiny):
     args = train_sft.Args(tokens_per_batch=5)
 
     def gradient(count):
-        train_sft.batch_loss(model, [tree] * count, args, "cpu", backward=True)
+        train_sft.batch_loss(model, [tree] * count, args, "cpu", train=True)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
         model.zero_grad()
         return norm
@@ -83,40 +95,11 @@ def test_micro_batches_of_any_size_give_one_gradient_case01_case02(tiny):
 
     def run(budget):
         model.zero_grad()
-        loss = train_sft.batch_loss(model, trees, train_sft.Args(tokens_per_batch=budget), "cpu", backward=True)
+        loss = train_sft.batch_loss(model, trees, train_sft.Args(tokens_per_batch=budget), "cpu", train=True)
         return loss, torch.cat([p.grad.flatten() for p in model.parameters()])
     (one, gradient), (two, gradient_two) = run(100), run(7)
     assert one == pytest.approx(two, rel=1e-6)
     assert (gradient - gradient_two).norm() < 1e-5 * gradient.norm()
-
-
-def test_checkpoints_restore_weights_moments_and_step_case28(tmp_path, capsys):
-    def take_step(model, optimizer):
-        model(torch.tensor([[1, 2, 3]])).square().mean().backward()
-        update(model, optimizer, 1e-2)
-    model = waves(Qwen2(small_config(tie=True)))
-    optimizer = make_optimizer(model, 1e-2)
-    for step in (1, 2, 3):
-        take_step(model, optimizer)
-        log_metrics(tmp_path, {"step": step})
-        save_checkpoint(tmp_path, step, model, optimizer, None)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
-
-    def resumed():
-        other = waves(Qwen2(small_config(tie=True)))
-        moments = make_optimizer(other, 1e-2)
-        return load_checkpoint(tmp_path, other, moments), other, moments
-    step, other, moments = resumed()
-    assert step == 3
-    take_step(model, optimizer), take_step(other, moments)
-    for a, b in zip(model.parameters(), other.parameters()):
-        assert torch.equal(a, b)
-    # a truncated newest checkpoint: said, and the one before is taken
-    weights = tmp_path / "checkpoints/step-000003/model/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert resumed()[0] == 2
-    assert "step-000003 is not complete" in capsys.readouterr().out
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
 def test_options_come_from_a_dataclass(capsys):

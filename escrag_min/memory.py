@@ -1,0 +1,143 @@
+"""What a rank needs of its GPU's memory (--plan), from the shapes alone: nothing is allocated.
+
+P parameters, W ranks, T tokens of a forward pass (--tokens-per-batch), L layers, H hidden, I intermediate, V vocabulary, Q and K
+heads of size D, e = 2 bytes (bf16) on a GPU and 4 on a CPU.
+
+    kept between steps      weights 4P/W, AdamW moments 8P/W, frozen models (reward, reference) e·P'/W            float32 masters
+    sampling                + a gathered policy e·P, keys and values 2·e·L·K·D a token, logits
+    reward, update          + gathered weights: embedding, head and two blocks; update: + gradients 4P/W, one block's and the
+                            root's whole gradients, activations, one chunk of logits
+
+The peak is what is kept plus the largest phase. Activations of a block, bytes a token, counted from the code of qwen2.py:
+
+    norms 2·(4H + e·H) + 4·2, projections' inputs 2·e·H + e·Q·D, attention e·(2·Q·D + 2·K·D) + the trunk's keys again for each branch,
+    SwiGLU 4·e·I
+
+With --checkpoint-blocks, e·H a layer is kept and one block at a time is whole.
+"""
+from escrag_min.checkpoint import read_config, resolve
+from escrag_min.parallel import frozen_dtype
+from escrag_min.qwen2 import Config
+from escrag_min.sampling import MAX_CACHE_TOKENS, PREFILL_TOKENS
+
+GB = 10**9
+LOGITS_CHUNK = 256
+CONTEXT = 1.0 * GB      # ours: the CUDA context, its libraries and NCCL's buffers; not measured
+
+# Qwen-2.5 as published: vocabulary, hidden, intermediate, layers, query heads, key heads, tied
+SHAPES = {
+    "0.5B": (151936, 896, 4864, 24, 14, 2, True), "1.5B": (151936, 1536, 8960, 28, 12, 2, True),
+    "3B": (151936, 2048, 11008, 36, 16, 2, True), "7B": (152064, 3584, 18944, 28, 28, 4, False),
+    "14B": (152064, 5120, 13824, 48, 40, 8, False), "32B": (152064, 5120, 27648, 64, 40, 8, False),
+    "72B": (152064, 8192, 29568, 80, 64, 8, False)}
+
+
+def published(size):
+    """Config of a published Qwen-2.5 by its size, such as "3B"."""
+    vocabulary, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[size]
+    return Config(vocabulary, hidden, intermediate, layers, heads, kv_heads, hidden // heads, tie_word_embeddings=tied)
+
+
+def block_parameters(c):
+    """Weights of one decoder block."""
+    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    attention = c.hidden_size * (queries + 2 * keys) + queries + 2 * keys + queries * c.hidden_size
+    return attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+
+
+def root_parameters(c, reward=False):
+    """Weights outside the blocks: embedding, last norm, and the head where it is not the embedding (a reward head: H)."""
+    head = c.hidden_size if reward else 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+    return c.vocab_size * c.hidden_size + c.hidden_size + head
+
+
+def parameters(c, reward=False):
+    return c.num_hidden_layers * block_parameters(c) + root_parameters(c, reward)
+
+
+def block_activations(c, tokens, e, branched=0):
+    """Bytes that a block keeps for its backward pass. branched: trunk tokens that stand in a branch's keys once more."""
+    h, q, k = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    norms = 2 * (4 * h + (e * h if e < 4 else 4 * h) + 4)
+    a_token = norms + 2 * e * h + e * q + e * (2 * q + 2 * k) + 4 * e * c.intermediate_size
+    return tokens * a_token + branched * 2 * e * k
+
+
+def activations(c, tokens, e, checkpoint_blocks, branched=0):
+    """Bytes kept between forward and backward pass of a pack."""
+    block = block_activations(c, tokens, e, branched)
+    if checkpoint_blocks:
+        return c.num_hidden_layers * tokens * c.hidden_size * e + block
+    return c.num_hidden_layers * block
+
+
+def plan_items(script, args, ranks, config, reward_config=None, e=2):
+    """-> {phase: [(what, bytes), ...]} a rank; the phase "kept" adds to each of the others."""
+    reward = script == "train_rm"
+    n, w = parameters(config, reward), ranks
+    kept = [("weights, float32", 4 * n / w), ("AdamW moments, float32", 8 * n / w), ("CUDA context", CONTEXT if e == 2 else 0)]
+    root, block = root_parameters(config, reward), block_parameters(config)
+    gathered = e * (root + 2 * block) if w > 1 else e * n if e == 2 else 0      # alone on a GPU: autocast's bf16 copies
+    whole_gradients = (e + 4) * (root + block) if w > 1 else 0                  # as computed, and in float32 to be summed
+    tokens = args.tokens_per_batch
+    update = [("gradients, float32", 4 * n / w), ("gathered weights", gathered), ("whole gradients of root and a block", whole_gradients),
+              ("activations", activations(config, tokens, e, args.checkpoint_blocks, branched=tokens))]
+    if not reward:
+        update.append(("a chunk of logits", LOGITS_CHUNK * config.vocab_size * (4 * 4 + e)))
+    phases = {"kept": kept, "update": update}
+    if script == "train_grpo":
+        m, longest = parameters(reward_config, reward=True), args.max_prompt + args.max_new_tokens
+        kept.append(("reward model, frozen", e * m / w))
+        if args.beta:
+            kept.append(("reference, frozen", e * n / w))
+        rows = -(-args.prompts_per_step // w) * args.group_size
+        cached = min(rows * longest, max(MAX_CACHE_TOKENS, args.group_size * longest))
+        a_token = 2 * e * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        prefill = max(PREFILL_TOKENS, args.max_prompt)
+        phases["sampling"] = [
+            ("gathered policy", e * n if w > 1 or e == 2 else 0), ("keys and values", cached * a_token),
+            ("logits and probabilities", rows * config.vocab_size * (e + 3 * 8)),
+            ("prefill", prefill * (4 * config.hidden_size * 4 + 3 * config.intermediate_size * e))]
+        phases["reward"] = [
+            ("gathered weights", e * (root_parameters(reward_config, True) + 2 * block_parameters(reward_config)) if w > 1 else 0),
+            ("a forward pass", tokens * (4 * reward_config.hidden_size * 4 + 3 * reward_config.intermediate_size * e))]
+    return phases
+
+
+def totals(phases):
+    """-> {phase: bytes with what is kept}"""
+    kept = sum(size for _, size in phases["kept"])
+    return {name: kept + sum(size for _, size in items) for name, items in phases.items() if name != "kept"}
+
+
+def plan(script, args, ranks, size="", reward_size=""):
+    """The memory plan as text. The shapes come from --model and --reward-model, or from the preset where those are not here."""
+    config, where = _shape(args.model, size, "--model")
+    reward_config = None
+    if script == "train_grpo":
+        reward_config, reward_where = _shape(args.reward_model, reward_size, "--reward-model")
+        where += f"; reward model: {reward_where}"
+    e = frozen_dtype().itemsize if not size else 2
+    phases = plan_items(script, args, ranks, config, reward_config, e)
+    lines = [f"memory of each of {ranks} rank{'s' if ranks > 1 else ''}, {'bf16 on a GPU' if e == 2 else 'float32 on a CPU'}, in GB. "
+             f"{parameters(config, script == 'train_rm') / GB:.2f}B parameters: {where}"]
+    for name, items in phases.items():
+        lines.append(f"  {name}" + ("" if name == "kept" else ", beside what is kept"))
+        lines += [f"    {what:40}{size / GB:8.1f}" for what, size in items if size]
+    peaks = totals(phases)
+    worst = max(peaks, key=peaks.get)
+    return "\n".join([*lines, f"  peak, in {worst}:{peaks[worst] / GB:{38 - len(worst)}.1f}"])
+
+
+def _shape(path, size, option):
+    """Config of a model folder or Hub id, or of a published size."""
+    try:
+        return read_config(resolve(path)), str(path)
+    except FileNotFoundError:
+        if not size:
+            named = [s for s in SHAPES if f"Qwen2.5-{s}" in str(path)]
+            if not named:
+                raise ValueError(f"--plan: {option} {path or '(none)'} is not here; name a folder, a published Qwen2.5, or a "
+                                 "--preset") from None
+            size = named[0]
+        return published(size), f"Qwen2.5-{size} as published"
