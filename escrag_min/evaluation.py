@@ -3,8 +3,6 @@
 A response is a record with "id", "dialogue_id", "prompt" and "reply" (evaluate.py respond). Judges: a writer of llm.py asked
 once a perspective, or a reward model, whose single metric is its score.
 """
-import torch
-
 from escrag_min.chat import Tokenizer
 from escrag_min.data import read_jsonl
 from escrag_min.journal import Request, ask

@@ -86,13 +86,17 @@ def world():
     except SystemExit:
         raise
     except BaseException as error:
-        _fail(error, first_to_fail=store.add(failed, 1) == 1)
+        _fail(error, store, failed)
     dist.destroy_process_group()
 
 
-def _fail(error, first_to_fail):
+def _fail(error, store, failed):
     """Say why and leave at once: an interpreter that ends in order may wait for the collectives of the others."""
-    if not first_to_fail:       # the first says why; torchrun ends this one
+    try:
+        alone = store.add(failed, 1) == 1
+    except RuntimeError:        # the rank that held the store has left
+        alone = False
+    if not alone:               # the first to fail says why; torchrun ends this one
         time.sleep(5)
         os._exit(1)
     if not isinstance(error, (ValueError, OSError)) or os.environ.get("ESCRAG_TRACEBACK"):
