@@ -218,7 +218,7 @@ def save(module, path, tokenizer_from=None, dtype=None, architecture="Qwen2ForCa
         for name, members in zip(names, files):
             tensors = {}
             for member in members:
-                tensor = whole(parameters[member].detach())
+                tensor = whole(parameters[member]).detach()
                 if folder:
                     tensors[member] = tensor.to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
             if folder:

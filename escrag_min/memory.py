@@ -5,17 +5,20 @@ heads of size D, e = 2 bytes (bf16) on a GPU and 4 on a CPU.
 
     kept between steps      weights 4P/W, AdamW moments 8P/W, frozen models (reward, reference) e·P'/W            float32 masters
     sampling                + a gathered policy e·P, keys and values 2·e·L·K·D a token, logits
-    reward, update          + gathered weights: embedding, head and two blocks; update: + gradients 4P/W, one block's and the
-                            root's whole gradients, activations, one chunk of logits
+    reward                  + gathered weights: the root (embedding, head) and two blocks
+    update                  + the same, gradients 4P/W, a block's whole gradient, activations, a chunk of logits
+    end of the backward     + gradients 4P/W, root and its whole gradient, when all activations are gone
 
 The peak is what is kept plus the largest phase. Activations of a block, bytes a token, counted from the code of qwen2.py:
 
-    norms 2·(4H + e·H) + 4·2, projections' inputs 2·e·H + e·Q·D, attention e·(2·Q·D + 2·K·D) + the trunk's keys again for each branch,
-    SwiGLU 4·e·I
+    norms 2·(4H + e·H + 4), inputs of the projections 2·e·H + e·Q·D, attention e·(2·Q·D + 2·K·D), SwiGLU 4·e·I;
+    and a trunk's keys and values once more for each of its branches
 
 With --checkpoint-blocks, e·H a layer is kept and one block at a time is whole.
 """
-from escrag_min.checkpoint import read_config, resolve
+from pathlib import Path
+
+from escrag_min.checkpoint import read_config
 from escrag_min.parallel import frozen_dtype
 from escrag_min.qwen2 import Config
 from escrag_min.sampling import MAX_CACHE_TOKENS, PREFILL_TOKENS
@@ -77,14 +80,18 @@ def plan_items(script, args, ranks, config, reward_config=None, e=2):
     n, w = parameters(config, reward), ranks
     kept = [("weights, float32", 4 * n / w), ("AdamW moments, float32", 8 * n / w), ("CUDA context", CONTEXT if e == 2 else 0)]
     root, block = root_parameters(config, reward), block_parameters(config)
-    gathered = e * (root + 2 * block) if w > 1 else e * n if e == 2 else 0      # alone on a GPU: autocast's bf16 copies
-    whole_gradients = (e + 4) * (root + block) if w > 1 else 0                  # as computed, and in float32 to be summed
-    tokens = args.tokens_per_batch
-    update = [("gradients, float32", 4 * n / w), ("gathered weights", gathered), ("whole gradients of root and a block", whole_gradients),
+    tokens, gradients = args.tokens_per_batch, ("gradients, float32", 4 * n / w)
+    if w > 1:           # a whole gradient exists as it was computed, and in float32 to be summed
+        weights, ending = e * (root + 2 * block), [("gathered root", e * root), ("its whole gradient", (e + 4) * root)]
+        whole_block = (e + 4) * block
+    else:               # alone on a GPU: autocast's bf16 copies of all weights
+        weights, ending, whole_block = e * n if e == 2 else 0, [], 0
+    update = [gradients, ("gathered weights: root, two blocks" if w > 1 else "weights in bf16", weights),
+              ("a block's whole gradient", whole_block),
               ("activations", activations(config, tokens, e, args.checkpoint_blocks, branched=tokens))]
     if not reward:
         update.append(("a chunk of logits", LOGITS_CHUNK * config.vocab_size * (4 * 4 + e)))
-    phases = {"kept": kept, "update": update}
+    phases = {"kept": kept, "update": update, "end of the backward pass": [gradients, *ending]}
     if script == "train_grpo":
         m, longest = parameters(reward_config, reward=True), args.max_prompt + args.max_new_tokens
         kept.append(("reward model, frozen", e * m / w))
@@ -119,7 +126,7 @@ def plan(script, args, ranks, size="", reward_size=""):
         where += f"; reward model: {reward_where}"
     e = frozen_dtype().itemsize if not size else 2
     phases = plan_items(script, args, ranks, config, reward_config, e)
-    lines = [f"memory of each of {ranks} rank{'s' if ranks > 1 else ''}, {'bf16 on a GPU' if e == 2 else 'float32 on a CPU'}, in GB. "
+    lines = [f"memory of each of {ranks} rank{'s' if ranks > 1 else ''}, {'bf16 on a GPU' if e == 2 else 'float32 on a CPU'}, in GB",
              f"{parameters(config, script == 'train_rm') / GB:.2f}B parameters: {where}"]
     for name, items in phases.items():
         lines.append(f"  {name}" + ("" if name == "kept" else ", beside what is kept"))
@@ -130,14 +137,10 @@ def plan(script, args, ranks, size="", reward_size=""):
 
 
 def _shape(path, size, option):
-    """Config of a model folder or Hub id, or of a published size."""
-    try:
-        return read_config(resolve(path)), str(path)
-    except FileNotFoundError:
-        if not size:
-            named = [s for s in SHAPES if f"Qwen2.5-{s}" in str(path)]
-            if not named:
-                raise ValueError(f"--plan: {option} {path or '(none)'} is not here; name a folder, a published Qwen2.5, or a "
-                                 "--preset") from None
-            size = named[0]
-        return published(size), f"Qwen2.5-{size} as published"
+    """Config of a model folder, or of a published Qwen-2.5 by its name or size; nothing is downloaded -> (Config, where from)."""
+    if path and Path(path).is_dir():
+        return read_config(path), path
+    size = next((s for s in SHAPES if f"Qwen2.5-{s}" in path), size)
+    if not size:
+        raise ValueError(f"--plan: {option} {path or '(none)'} is not a folder here; name one, a published Qwen2.5, or a --preset")
+    return published(size), f"Qwen2.5-{size} as published"

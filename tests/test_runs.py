@@ -9,7 +9,9 @@ import pytest
 import torch
 from conftest import small_config, waves
 
+import train_sft
 from escrag_min import runs
+from escrag_min.export import export
 from escrag_min.qwen2 import Qwen2
 from escrag_min.runs import Run, RunArgs
 from escrag_min.training import make_optimizer, update
@@ -185,3 +187,19 @@ def test_resume_starts_a_new_run_and_says_what_changed(tmp_path, capsys):
         started(tmp_path / "other", resume=True)
     with pytest.raises(ValueError, match="not empty"):
         started(tmp_path / "new" if (tmp_path / "new/metrics.jsonl").exists() else tmp_path / "other")
+
+
+def test_a_checkpoint_is_exported_as_a_model_folder(tmp_path, tiny):
+    common = ["--model", str(tiny), "--steps", "3", "--save-every", "2", "--limit", "12", "--batch-size", "4"]
+    train_sft.main([*common, "--out", str(tmp_path / "run")])
+    export(tmp_path / "run/checkpoints/latest", tmp_path / "exported")
+    model = Qwen2.from_pretrained(tmp_path / "exported")
+    run = Run("train_sft", train_sft.Args(out=str(tmp_path / "run"), resume=True), ("held_out_loss", min))
+    restored = Qwen2.from_pretrained(tiny)
+    run.start(restored, make_optimizer(restored, 1e-2))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), restored.parameters()))
+    assert not torch.equal(model.lm_head.weight, Qwen2.from_pretrained(tiny).lm_head.weight)
+    with pytest.raises(ValueError, match="exists; choose another name"):
+        export(tmp_path / "run/checkpoints/latest", tmp_path / "exported")
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        export(tmp_path / "run", tmp_path / "other")

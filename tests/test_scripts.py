@@ -14,6 +14,7 @@ import evaluate
 import train_grpo
 import train_rm
 import train_sft
+from escrag_min.args import run_script
 from escrag_min.qwen2 import Qwen2
 from escrag_min.reward import RewardModel
 
@@ -83,7 +84,7 @@ def test_six_steps_equal_three_and_three_case25(tiny, tmp_path, script, options)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_training_saves_and_goes_on(tiny, tmp_path, number):
-    command = [sys.executable, "train_sft.py", "--model", str(tiny), "--steps", "40", "--limit", "60", *SMALL, "--out"]
+    command = [sys.executable, "train_sft.py", "--model", str(tiny), "--steps", "20", "--limit", "30", *SMALL, "--out"]
     out = tmp_path / "run"
     process = subprocess.Popen([*command, str(out)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))   # a CI may ignore it
@@ -95,7 +96,7 @@ def test_interrupted_training_saves_and_goes_on(tiny, tmp_path, number):
     assert process.returncode == 128 + number and f"stopped by {number.name}" in said and "--resume" in said
     assert not (out / "model").exists()
     done = len(metrics(out))
-    assert json.loads((out / f"checkpoints/step-{done:06d}/state.json").read_text())["step"] == done < 40
+    assert json.loads((out / f"checkpoints/step-{done:06d}/state.json").read_text())["step"] == done < 20
     assert start(*command[1:], str(out), "--resume").returncode == 0
     train_sft.main([*command[2:], str(tmp_path / "straight")])
     assert without_times(metrics(out)) == without_times(metrics(tmp_path / "straight"))
@@ -138,11 +139,15 @@ def bad_file(tmp_path, text):
     (("train_grpo.py", "--data", "LONG", "--max-prompt", "64", "--max-new-tokens", "8"), "even with the last turn only and a draft; --max-prompt is 64"),
     (("train_grpo.py", "--tokens-per-batch", "100"), "--tokens-per-batch 100 must hold"),
     (("train_grpo.py", "--out", "USED"), "is not empty; choose another folder, or add --resume"),
+    (("train_grpo.py", "--stop-kl", "1"), "--stop-kl needs --beta"),
+    (("train_sft.py", "--preset", "grpo-3b"), "--preset grpo-3b: train_sft.py has tiny, sft-3b, sft-7b"),
+    (("train_grpo.py", "--preset", "grpo-3b"), "--preset grpo-3b: name the policy to start from with --model"),
+    (("train_sft.py", "--save-every", "0"), "--save-every 0 must be at least 1"),
     (("train_grpo.py", "--train-initial"), "--train-initial needs --initial rollout"),
     (("evaluate.py", "respond"), "--model: name a checkpoint"),
     (("evaluate.py", "chat", "--model", "TINY", "--encoder", "word2vec"), "--encoder 'word2vec'"),
 ])
-def test_bad_input_is_one_sentence_case12_case14_case16(tiny, tmp_path, command, words):
+def test_bad_input_is_one_sentence_case12_case14_case16(tiny, tmp_path, monkeypatch, capsys, command, words):
     (tmp_path / "bad.jsonl").write_text('{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]}\n{"prompt": \n')
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "word " * 200}]}))
@@ -156,16 +161,24 @@ def test_bad_input_is_one_sentence_case12_case14_case16(tiny, tmp_path, command,
     command = [str(tmp_path / names[c]) if c in names else str(tiny) if c == "TINY" else c for c in command]
     if command[0].startswith("train") and "--out" not in command:
         command += ["--out", str(tmp_path / "run")]
-    result = start(*command)
-    assert result.returncode == 2, result.stderr
-    message = result.stderr.strip().splitlines()[-1]
-    assert words in message and "Traceback" not in result.stderr and command[0] in message
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as stop:
+        run_script({"train_sft.py": train_sft, "train_rm.py": train_rm, "train_grpo.py": train_grpo, "evaluate.py": evaluate}[
+            command[0]].main)
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and words in message and command[0] in message
 
 
-@pytest.mark.parametrize("script", ["train_sft.py", "train_rm.py", "train_grpo.py", "evaluate.py"])
-def test_help_says_what_is_the_papers_and_what_is_ours(script):
-    result = start(script, "--help")
-    assert result.returncode == 0 and "paper" in result.stdout
+@pytest.mark.parametrize("script", [train_sft, train_rm, train_grpo, evaluate])
+def test_help_says_what_is_the_papers_and_what_is_ours(script, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script.main(["--help"])
+    assert stop.value.code == 0 and "paper" in capsys.readouterr().out
+
+
+def test_a_script_ends_with_one_sentence_and_status_2(tmp_path):
+    result = start("train_sft.py", "--data", "none.jsonl", "--out", tmp_path / "run")
+    assert result.returncode == 2 and result.stderr == "train_sft.py: error: none.jsonl: no such file\n"
 
 
 def test_scripts_stand_alone_without_a_model(tmp_path):
