@@ -142,5 +142,6 @@ def _shape(path, size, option):
         return read_config(path), path
     size = next((s for s in SHAPES if f"Qwen2.5-{s}" in path), size)
     if not size:
-        raise ValueError(f"--plan: {option} {path or '(none)'} is not a folder here; name one, a published Qwen2.5, or a --preset")
+        raise ValueError(f"--plan: {option} {path or '(none)'} is not a folder here; name one, a published Qwen2.5, or a "
+                         "--preset")
     return published(size), f"Qwen2.5-{size} as published"

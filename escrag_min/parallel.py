@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
+from escrag_min.args import check
 from escrag_min.qwen2 import Block, Qwen2
 
 TIMEOUT = timedelta(hours=4)        # of a collective: a rank may wait for another's long rollout
@@ -69,6 +70,8 @@ def world():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=TIMEOUT)
+    if backend == "gloo":
+        _check_gloo()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     failed = f"escrag/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/failed"
     leaving = threading.Event()
@@ -77,10 +80,10 @@ def world():
         try:
             yield
         except SystemExit:      # one that every rank comes to, such as pre-emption or a wrong option
-            dist.barrier()
+            total(0)
             raise
         else:
-            dist.barrier()      # nobody leaves while another still needs it
+            total(0)            # nobody leaves while another still needs it
         finally:
             leaving.set()
     except SystemExit:
@@ -88,6 +91,15 @@ def world():
     except BaseException as error:
         _fail(error, store, failed)
     dist.destroy_process_group()
+
+
+def _check_gloo():
+    """FSDP averages gradients. torch 2.6 and 2.7 on a CPU quietly sum them instead (2.13 does not; GPUs never did)."""
+    mean = torch.empty(1)
+    with warnings.catch_warnings():         # of a new name for it, which 2.6 has not
+        warnings.simplefilter("ignore")
+        dist.reduce_scatter_tensor(mean, torch.ones(size()), op=dist.ReduceOp.AVG)
+    check(mean.item() == 1, f"several ranks on a CPU need a torch whose gloo averages: 2.13 does, {torch.__version__} does not")
 
 
 def _fail(error, store, failed):
@@ -260,8 +272,7 @@ def save_pretrained(model, path, tokenizer_from):
     """model.save_pretrained by rank 0, which gathers one shard of the folder at a time."""
     parameters(model)
     model.save_pretrained(path if is_main() else None, tokenizer_from, whole=whole)
-    if size() > 1:
-        dist.barrier()
+    total(0)        # nobody goes on before it is written
 
 
 def save_state(tensors, folder):
@@ -278,7 +289,7 @@ def _checkpoint(function, tensors, folder):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            function(tensors, checkpoint_id=folder, no_dist=size() == 1)
+            function(tensors, checkpoint_id=folder)
     except dcp.CheckpointException as error:        # {rank: (exception, traceback)}
         where, (reason, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {where}: {reason}") from None

@@ -135,7 +135,8 @@ def files(folder):
         model.logits(torch.zeros(1, 24))
     except RuntimeError as error:
         outside = str(error)
-    return {"held": parallel.gather([sum(held)]), "outside": outside, "tied": model.lm_head.weight is model.model.embed_tokens.weight}
+    return {"held": parallel.gather([sum(held)]), "outside": outside,
+            "tied": model.lm_head.weight is model.model.embed_tokens.weight}
 
 
 def resume(folder):

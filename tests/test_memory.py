@@ -59,6 +59,8 @@ def test_activations_are_those_that_autograd_keeps(kv_heads):
 def test_the_plan_agrees_with_torchs_fsdp_memory_tracker(script, size, ranks):
     """Shapes of the paper, four layers of them, bf16: peak of the update within 5%."""
     pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("this torch cannot trace FSDP on a CPU")
     result = subprocess.run([sys.executable, "tests/track_memory.py", script, size, str(ranks), "8192", "4"], cwd=ROOT,
                             env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
@@ -80,13 +82,14 @@ def test_every_preset_fits_80_gb_and_prints_a_plan(capsys):
 
 def test_a_plan_by_hand():
     """3B on two ranks: 3.086e9 parameters · 4 / 2 = 6.17 GB of weights, twice that of moments, 6.17 of gradients; the policy
-    gathered in bf16 6.17; 128 rows of 3584 tokens are cut at 65536 · 36 layers · 2 · 2 heads · 128 · 2 bytes = 2.42 GB."""
+    gathered in bf16 6.17; 64 rows a rank of 3584 tokens are cut at 65536 · 36 layers · 2 · 2 heads · 128 · 2 bytes = 2.42 GB."""
     args = train_grpo.Args(**{name: value for name, (value, _) in PRESETS["train_grpo"]["grpo-3b"].options.items()})
     phases = memory.plan_items("train_grpo", args, 2, memory.published("3B"), memory.published("7B"))
     sizes = {what: size / 1e9 for items in phases.values() for what, size in items}
     assert sizes["weights, float32"] == sizes["gradients, float32"] == pytest.approx(6.172, abs=0.001)
     assert sizes["AdamW moments, float32"] == pytest.approx(12.344, abs=0.001)
-    assert sizes["gathered policy"] == pytest.approx(6.172, abs=0.001) and sizes["keys and values"] == pytest.approx(2.416, abs=0.001)
+    assert sizes["gathered policy"] == pytest.approx(6.172, abs=0.001)
+    assert sizes["keys and values"] == pytest.approx(2.416, abs=0.001)
     assert sizes["reward model, frozen"] == pytest.approx(7.07, abs=0.01)
 
 
@@ -97,8 +100,8 @@ def test_a_plan_by_hand():
     ("train_grpo", "grpo-7b", ("--prompts-per-step", "2", "--max-new-tokens", "12", "--max-prompt", "1500"))])
 def test_every_preset_runs_through_on_a_tiny_model(tiny, tmp_path, capsys, script, name, shrink):
     reward = ["--reward-model", str(tiny)] if script == "train_grpo" else []
-    SCRIPTS[script].main(["--preset", name, "--model", str(tiny), *reward, "--out", str(tmp_path / "run"), "--steps", "2", "--limit", "30",
-                          *shrink])
+    SCRIPTS[script].main(["--preset", name, "--model", str(tiny), *reward, "--out", str(tmp_path / "run"), "--steps", "2",
+                          "--limit", "30", *shrink])
     said = capsys.readouterr().out
     assert "(paper C)" in said and "given; the preset has" in said and "ours" in said
     options = json.loads((tmp_path / "run/config.json").read_text())["options"]

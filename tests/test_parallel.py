@@ -18,6 +18,10 @@ from escrag_min import parallel
 from escrag_min.qwen2 import Qwen2
 
 
+if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 8):
+    pytest.skip("several ranks on a CPU need a newer torch", allow_module_level=True)
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -71,7 +75,8 @@ def test_sft_equals_one_process_case01_case05_case24(by_size, size, name):
     assert isinstance(many["norm"], float) and many["norm"] == pytest.approx(one["norm"], rel=1e-5)
     assert_close(one["gradient"], many["gradient"])
     one, many = (torch.cat([w.flatten() for w in x["weights"].values()]) for x in (one, many))
-    assert (one - many).norm() <= 1e-4 * one.norm()     # of all: Adam divides a key bias's gradient, zero but for rounding, by itself
+    # of all together: Adam divides the gradient of a key's bias, zero but for rounding, by itself
+    assert (one - many).norm() <= 1e-4 * one.norm()
 
 
 def assert_close(one, many, tolerance=1e-4):
@@ -144,8 +149,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(by_size):
 
 def test_an_error_in_one_rank_ends_all_with_its_message(tmp_path):
     began = time.time()
-    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}",
-                             "tests/ranks.py", tmp_path, "fail"], cwd=ROOT, env=without_ranks(), capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", "tests/ranks.py",
+               str(tmp_path), "fail"]
+    result = subprocess.run(command, cwd=ROOT, env=without_ranks(), capture_output=True, text=True, timeout=120)
     assert result.returncode != 0 and time.time() - began < 60
     assert result.stderr.count("error: rank 1: preferences.jsonl:7: no such thing") == 1
     assert 'ranks.py", line' not in result.stderr        # no traceback of ours

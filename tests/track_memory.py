@@ -1,4 +1,6 @@
-"""Torch's own FSDP memory tracker on a training pass that allocates nothing: python tests/track_memory.py SCRIPT SIZE RANKS TOKENS LAYERS
+"""Torch's own FSDP memory tracker on a training pass that allocates nothing:
+
+    PYTHONPATH=. python tests/track_memory.py train_rm 7B RANKS TOKENS LAYERS
 
 Prints {"tracked": bytes, "planned": bytes} of the update's peak, as JSON. The tracker is private to torch and not in every version.
 """
@@ -31,7 +33,8 @@ def main(script, size, ranks, tokens, layers):
     config = memory.published(size)
     config.num_hidden_layers = layers
     reward = script == "train_rm"
-    trees = [([1] * (tokens // 8), [[1] * (tokens // 16)] * 2)] * 4 if reward else [([1] * (tokens // 4), [[1] * (tokens // 32)] * 8)] * 2
+    pairs, group = [([1] * (tokens // 8), [[1] * (tokens // 16)] * 2)] * 4, [([1] * (tokens // 4), [[1] * (tokens // 32)] * 8)] * 2
+    trees = pairs if reward else group
     packed = pack(trees)
     log_probs = Qwen2.log_probs
     del Qwen2.log_probs                     # the tracker follows `forward` only
