@@ -126,7 +126,7 @@ def plan(script, args, ranks, size="", reward_size=""):
         where += f"; reward model: {reward_where}"
     e = frozen_dtype().itemsize if not size else 2
     phases = plan_items(script, args, ranks, config, reward_config, e)
-    lines = [f"memory of each of {ranks} rank{'s' if ranks > 1 else ''}, {'bf16 on a GPU' if e == 2 else 'float32 on a CPU'}, in GB",
+    lines = [f"memory in GB of each of {ranks} rank{'s' if ranks > 1 else ''}, {'bf16 on a GPU' if e == 2 else 'float32 on a CPU'}",
              f"{parameters(config, script == 'train_rm') / GB:.2f}B parameters: {where}"]
     for name, items in phases.items():
         lines.append(f"  {name}" + ("" if name == "kept" else ", beside what is kept"))

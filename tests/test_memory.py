@@ -111,6 +111,6 @@ def test_every_preset_runs_through_on_a_tiny_model(tiny, tmp_path, capsys, scrip
 
 def test_a_plan_of_a_folder_and_of_nothing(tiny, capsys):
     train_sft.main(["--model", str(tiny), "--plan"])
-    assert "memory of each of 1 rank" in capsys.readouterr().out
+    assert "memory in GB of each of 1 rank" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--plan: --model .none. is not a folder here"):
         train_sft.main(["--plan"])

@@ -149,8 +149,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(by_size):
 
 def test_an_error_in_one_rank_ends_all_with_its_message(tmp_path):
     began = time.time()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", "tests/ranks.py",
-               str(tmp_path), "fail"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}",
+               "tests/ranks.py", str(tmp_path), "fail"]
     result = subprocess.run(command, cwd=ROOT, env=without_ranks(), capture_output=True, text=True, timeout=120)
     assert result.returncode != 0 and time.time() - began < 60
     assert result.stderr.count("error: rank 1: preferences.jsonl:7: no such thing") == 1
