@@ -22,6 +22,7 @@ from escrag_min.args import add_options, check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.checkpoint import write_json
 from escrag_min.data import SAMPLES, read_finished, read_records, write_jsonl
+from escrag_min.decoding import pack_weights
 from escrag_min.evaluation import (against_above, compare_table, judge_table, ladder_rows, ladder_table, open_judge,
                                    plot_ladder, read_responses, summarise)
 from escrag_min.journal import Journal
@@ -109,6 +110,7 @@ class Responder:
         self.args = args
         self.tokenizer = Tokenizer.from_pretrained(args.model)
         self.model = load(Qwen2, args.model, frozen_dtype())
+        pack_weights(self.model)
         self.index = open_index(args.exemplars, args.encoder) if args.retrieve else None
 
     def __call__(self, states, progress=False):

@@ -28,6 +28,7 @@ from escrag_min.args import check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
 from escrag_min.grpo import group_advantages, grpo_loss, token_weights
+from escrag_min.memory import checkpointed
 from escrag_min.packing import pack, split_into_packs
 from escrag_min.parallel import (backward, compute_dtype, default_device, even, first, frozen_dtype, gather, gathered, is_main,
                                  load, say, share, total, world)
@@ -187,7 +188,7 @@ def main(argv=None):
     tokenizer, reward_tokenizer = Tokenizer.from_pretrained(args.model), Tokenizer.from_pretrained(args.reward_model)
     check_states(states + held_out, tokenizer, args)
     policy = load(Qwen2, args.model)
-    policy.model.checkpoint_blocks = args.checkpoint_blocks
+    policy.model.checkpoint_blocks = checkpointed(args, policy.config)
     check(args.max_prompt + args.max_new_tokens <= policy.config.max_position_embeddings,
           f"--max-prompt + --max-new-tokens is {args.max_prompt + args.max_new_tokens}; {args.model} has "
           f"{policy.config.max_position_embeddings} positions")

@@ -14,6 +14,7 @@ import torch
 from escrag_min.args import check, option, run_script
 from escrag_min.chat import Tokenizer, split_think
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
+from escrag_min.memory import checkpointed
 from escrag_min.packing import pack, split_into_packs
 from escrag_min.parallel import backward, compute_dtype, default_device, even, first, gather, load, say, share, total, world
 from escrag_min.presets import parse_run
@@ -110,7 +111,7 @@ def main(argv=None):
     (train, same), (held_out, same_too) = (usable_pairs([tree for tree, _ in part]) for part in (train, held_out))
     check(train and held_out, f"{args.data}: no pair is left to train on or to measure with")
     model = load(RewardModel, args.model).train()
-    model.model.checkpoint_blocks = args.checkpoint_blocks
+    model.model.checkpoint_blocks = checkpointed(args, model.config)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
     run.start(model, optimizer)

@@ -14,6 +14,7 @@ import torch
 from escrag_min.args import check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
+from escrag_min.memory import checkpointed
 from escrag_min.packing import pack, split_into_packs
 from escrag_min.parallel import backward, compute_dtype, default_device, even, first, load, say, share, total, world
 from escrag_min.presets import parse_run
@@ -77,7 +78,7 @@ def main(argv=None):
     turns_dropped = sum(dropped for _, dropped in fitted)
     trees, held_out_trees = ([tree for tree, _ in part] for part in (fitted[:len(train)], fitted[len(train):]))
     model = load(Qwen2, args.model).train()
-    model.model.checkpoint_blocks = args.checkpoint_blocks
+    model.model.checkpoint_blocks = checkpointed(args, model.config)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(trees) / args.batch_size)
     run.start(model, optimizer)

@@ -16,6 +16,7 @@ import torch
 from escrag_min.args import check
 from escrag_min.chat import Tokenizer
 from escrag_min.checkpoint import resolve, weight_files
+from escrag_min.decoding import pack_weights
 from escrag_min.endpoint import EndpointWriter
 from escrag_min.journal import Answer
 from escrag_min.parallel import frozen_dtype, load
@@ -70,6 +71,7 @@ class LocalWriter:
         self.batch_size = batch_size
         self.tokenizer = Tokenizer.from_pretrained(path)
         self.model = load(Qwen2, path, frozen_dtype())
+        pack_weights(self.model)
         self.name = f"local:{Path(folder).resolve().name}-{fingerprint(path)}"
 
     def write(self, requests, on_answer):

@@ -6,8 +6,9 @@ heads of size D, e = 2 bytes (bf16) on a GPU and 4 on a CPU.
     kept between steps      weights 4P/W, AdamW moments 8P/W, frozen models (reward, reference) e·P'/W            float32 masters
     sampling                + a gathered policy e·P, keys and values 2·e·L·K·D a token, logits
     reward                  + gathered weights: the root (embedding, head) and two blocks
-    update                  + the same, gradients 4P/W, a block's whole gradient, activations, a chunk of logits
-    end of the backward     + gradients 4P/W, root and its whole gradient, when all activations are gone
+    update                  + gradients 4P/W and the gathered root; in the head: activations, a chunk of logits, the head's
+                            gradient; in the blocks: activations, two gathered blocks, a block's whole gradient; at the end the
+                            root's whole gradient
 
 The peak is what is kept plus the largest phase. Activations of a block, bytes a token, counted from the code of qwen2.py:
 
@@ -24,7 +25,7 @@ from escrag_min.qwen2 import Config
 from escrag_min.sampling import MAX_CACHE_TOKENS, PREFILL_TOKENS
 
 GB = 10**9
-LOGITS_CHUNK = 256
+LOGITS_CHUNK = 512
 CONTEXT = 1.0 * GB      # ours: the CUDA context, its libraries and NCCL's buffers; not measured
 
 # Qwen-2.5 as published: vocabulary, hidden, intermediate, layers, query heads, key heads, tied
@@ -58,6 +59,11 @@ def parameters(c, reward=False):
     return c.num_hidden_layers * block_parameters(c) + root_parameters(c, reward)
 
 
+def checkpointed(args, config):
+    """Whether blocks are recomputed in the backward pass: --checkpoint-blocks, or else by size."""
+    return parameters(config) > GB if args.checkpoint_blocks is None else args.checkpoint_blocks
+
+
 def block_activations(c, tokens, e, branched=0):
     """Bytes that a block keeps for its backward pass. branched: trunk tokens that stand in a branch's keys once more."""
     h, q, k = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -80,25 +86,28 @@ def plan_items(script, args, ranks, config, reward_config=None, e=2):
     n, w = parameters(config, reward), ranks
     kept = [("weights, float32", 4 * n / w), ("AdamW moments, float32", 8 * n / w), ("CUDA context", CONTEXT if e == 2 else 0)]
     root, block = root_parameters(config, reward), block_parameters(config)
-    tokens, gradients = args.tokens_per_batch, ("gradients, float32", 4 * n / w)
+    tokens, head = args.tokens_per_batch, 0 if reward else config.vocab_size * config.hidden_size
+    base = [("gradients, float32", 4 * n / w)]
+    if w > 1:
+        base.append(("gathered root", e * root))
+    elif e < 4:
+        base.append(("weights in bf16", e * n))
+    acts = ("activations", activations(config, tokens, e, checkpointed(args, config), branched=tokens))
+    phases = {"kept": kept, "update, in the blocks": [*base, acts, ("the head's gradient", e * head)]}
     if w > 1:           # a whole gradient exists as it was computed, and in float32 to be summed
-        weights, ending = e * (root + 2 * block), [("gathered root", e * root), ("its whole gradient", (e + 4) * root)]
-        whole_block = (e + 4) * block
-    else:               # alone on a GPU: autocast's bf16 copies of all weights
-        weights, ending, whole_block = e * n if e == 2 else 0, [], 0
-    update = [gradients, ("gathered weights: root, two blocks" if w > 1 else "weights in bf16", weights),
-              ("a block's whole gradient", whole_block),
-              ("activations", activations(config, tokens, e, args.checkpoint_blocks, branched=tokens))]
+        phases["update, in the blocks"] += [("gathered blocks, two", 2 * e * block), ("a block's whole gradient", (e + 4) * block)]
+        phases["update, end of the backward pass"] = [*base, ("the root's whole gradient", (e + 4) * root)]
     if not reward:
-        update.append(("a chunk of logits", LOGITS_CHUNK * config.vocab_size * (4 * 4 + e)))
-    phases = {"kept": kept, "update": update, "end of the backward pass": [gradients, *ending]}
+        phases["update, in the head"] = [*base, acts, ("a chunk of logits", LOGITS_CHUNK * config.vocab_size * (2 * 4 + e)),
+                                         ("the head's gradient, summed in float32", (4 + e * (e < 4)) * head)]
     if script == "train_grpo":
-        m, longest = parameters(reward_config, reward=True), args.max_prompt + args.max_new_tokens
+        m = parameters(reward_config, reward=True)
         kept.append(("reward model, frozen", e * m / w))
         if args.beta:
             kept.append(("reference, frozen", e * n / w))
-        rows = -(-args.prompts_per_step // w) * args.group_size
-        cached = min(rows * longest, max(MAX_CACHE_TOKENS, args.group_size * longest))
+        prompts = -(-args.prompts_per_step // w)
+        rows, a_prompt = prompts * args.group_size, args.max_prompt + args.group_size * args.max_new_tokens
+        cached = min(prompts * a_prompt, max(MAX_CACHE_TOKENS, a_prompt))
         a_token = 2 * e * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         prefill = max(PREFILL_TOKENS, args.max_prompt)
         phases["sampling"] = [

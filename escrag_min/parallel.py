@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from escrag_min.args import check
+from escrag_min.decoding import packed_weights
 from escrag_min.qwen2 import Block, Qwen2
 
 TIMEOUT = timedelta(hours=4)        # of a collective: a rank may wait for another's long rollout
@@ -252,10 +253,11 @@ def clip_gradient(model, max_norm):
 def gathered(policy):
     """The policy as one plain Qwen2 for sampling: whole weights, bf16 on CUDA, nothing shared with other ranks, gone at the end.
 
-    On a CPU in a world of one it is the policy itself.
+    On a CPU in a world of one it is the policy itself. On any CPU its weights are packed (decoding.py).
     """
     if size() == 1 and frozen_dtype() == torch.float32:
-        yield policy
+        with packed_weights(policy):
+            yield policy
         return
     with torch.device("meta"):
         plain = Qwen2(policy.config)
@@ -263,7 +265,8 @@ def gathered(policy):
     plain.load_state_dict(weights, strict=False, assign=True)
     plain.tie_weights()
     del weights
-    yield plain.eval().requires_grad_(False)
+    with packed_weights(plain):
+        yield plain.eval().requires_grad_(False)
 
 
 # --- files ---

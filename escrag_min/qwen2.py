@@ -52,18 +52,23 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(positions, head_dim, theta):
-    """int[...] positions -> (cos, sin) float32[..., D]. In float32 whatever the model's dtype: bf16 has no position 257."""
+    """int[...] positions -> (cos, sin) float32[..., D]; sin with a minus in the first half, as `rotate` wants it.
+
+    In float32 whatever the model's dtype: bf16 has no position 257.
+    """
     inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)          # [D/2]
     angle = positions[..., None].float() * inverse                                                              # [...,D/2]
-    angle = torch.cat([angle, angle], dim=-1)                                                                   # [...,D]
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)                                        # [...,D]
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding by halves: dimension i turns with dimension i + D/2. x [B,heads,T,D], cos and sin [B,1,T,D]."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+    """Rotary embedding by halves: dimension i turns with dimension j = i + D/2. x [B,heads,T,D], cos and sin [B,1,T,D].
+
+        x_i' = x_i·cos - x_j·sin,   x_j' = x_j·cos + x_i·sin
+    """
+    x32 = x.float()
+    return torch.addcmul(x32 * cos, x32.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 def grouped_attention(q, k, v, mask=None, causal=False):
@@ -116,16 +121,22 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=True)
         self.o_proj = nn.Linear(self.heads * self.head_dim, c.hidden_size, bias=False)
 
+    def qkv(self, x):
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(self, x, cos, sin, mask, cache, layer):
         b, t, _ = x.shape
-        q = self.q_proj(x).view(b, t, self.heads, self.head_dim).transpose(1, 2)         # [B,Q,T,D]
-        k = self.k_proj(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)      # [B,K,T,D]
-        v = self.v_proj(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)      # [B,K,T,D]
+        q, k, v = self.qkv(x)
+        q = q.view(b, t, self.heads, self.head_dim).transpose(1, 2)                      # [B,Q,T,D]
+        k = k.view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)                   # [B,K,T,D]
+        v = v.view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)                   # [B,K,T,D]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.update(layer, k, v)                                             # [B,K,S,D]
         if isinstance(mask, Packed):
             out = tree_attention(q, k, v, mask)
+        elif cache is not None and len(cache.prompts):
+            out = shared_attention(q, k, v, cache, layer)
         else:
             out = grouped_attention(q, k, v, mask=mask, causal=mask is None)
         return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))                        # [B,T,H]
@@ -138,8 +149,12 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
+    def gate_up(self, x):
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up(x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -174,8 +189,11 @@ class Body(nn.Module):
                                  f"[1, {len(mask.tokens)}], got {list(tokens.shape)}")
             positions = mask.positions if positions is None else positions
         elif cache is not None:
-            mask, cached_positions = cache.step(tokens.shape[1])
+            t, before = tokens.shape[1], cache.used
+            cached_positions = cache.step(t)
             positions = cached_positions if positions is None else positions
+            if t > 1:       # new tokens see all that came before, and each other causally; one alone sees all
+                mask = torch.ones(t, before + t, dtype=torch.bool, device=tokens.device).tril(before)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rotary_table(positions.expand(tokens.shape), self.config.head_dim, self.config.rope_theta)
@@ -230,53 +248,51 @@ class Qwen2(nn.Module):
 
 
 class KVCache:
-    """Keys and values of R rows that each keep their own length: rows are left-aligned and unpadded, column s of row r
-    is in use while s < lengths[r].
+    """Keys and values of R rows of sampling. Each row goes on from one of P prompts, whose keys its rows share, by tokens of its
+    own, of which all rows have equally many: no padding, except that shorter prompts stand beside longer ones.
 
-    keys, values: per layer [R,K,S,D], S = capacity in tokens a row. Rows that are done leave through `keep`.
+    prompts         lengths of the P prompts, each continued by `copies` rows; none: rows from nothing
+    capacity        own tokens a row may come to
+    keys, values    per layer [R,K,capacity,D], columns < used in use; trunk_keys, trunk_values per layer [P,K,L,D]
     """
 
-    def __init__(self, config, rows, capacity, dtype=torch.float32, device="cpu"):
-        shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
-        # zeros, not empty: a masked column has weight 0, and 0 times what memory happens to hold may be NaN
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.rows = torch.arange(rows, device=device)
-        self.used = 0                                        # the longest row, in tokens
+    def __init__(self, config, rows, capacity, dtype=torch.float32, device="cpu", prompts=(), copies=1):
+        def store(*shape):
+            # zeros, not empty: a hidden column has weight 0, and 0 times what memory happens to hold may be NaN
+            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+        heads, d = config.num_key_value_heads, config.head_dim
+        self.keys, self.values = store(rows, heads, capacity, d), store(rows, heads, capacity, d)
+        self.capacity, self.rows, self.used = capacity, rows, 0
+        self.prompts = torch.tensor(prompts, dtype=torch.long, device=device)                           # [P]
+        if prompts:
+            self.trunk_keys, self.trunk_values = (store(len(prompts), heads, max(prompts), d) for _ in range(2))
+            self.prompt = torch.arange(len(prompts), device=device).repeat_interleave(copies)           # [R] whose row it is
+            self._lay_out()
 
     def step(self, t):
-        """Make room for t new tokens in every row -> (mask bool[R,1,t,S], positions [R,t]) for the forward pass."""
-        self.at = self.lengths[:, None] + torch.arange(t, device=self.lengths.device)            # [R,t]
-        self.lengths = self.lengths + t
+        """Make room for t new tokens in every row -> their positions [R,t]."""
+        if self.used + t > self.capacity:
+            raise ValueError(f"KVCache: a row of {self.used + t} tokens does not fit its capacity of {self.capacity}")
+        own = torch.arange(self.used, self.used + t, device=self.prompts.device)                        # [t]
         self.used += t
-        if self.used > self.keys[0].shape[2]:
-            raise ValueError(f"KVCache: a row of {self.used} tokens does not fit its capacity of {self.keys[0].shape[2]}")
-        columns = torch.arange(self.used, device=self.lengths.device)
-        return (columns <= self.at[..., None])[:, None], self.at
+        return own + (self.prompts[self.prompt][:, None] if len(self.prompts) else 0)
 
     def update(self, layer, k, v):
-        """k, v [R,K,t,D] of the new tokens -> keys and values of every token so far, [R,K,S,D]."""
-        keys, values, rows = self.keys[layer], self.values[layer], self.rows[:, None]
-        keys[rows, :, self.at] = k.transpose(1, 2)           # [R,t,K,D] into columns at[r,t]
-        values[rows, :, self.at] = v.transpose(1, 2)
-        n = len(self.rows)
-        return keys[:n, :, :self.used], values[:n, :, :self.used]
+        """k, v [R,K,t,D] of the new tokens -> keys and values of all own tokens so far, [R,K,used,D]."""
+        keys, values, t = self.keys[layer][:self.rows], self.values[layer][:self.rows], k.shape[2]
+        keys[:, :, self.used - t:self.used] = k
+        values[:, :, self.used - t:self.used] = v
+        return keys[:, :, :self.used], values[:, :, :self.used]
 
-    def fill(self, layer, k, v, spans, first_row, copies):
-        """Prefill: tokens start..end of a packed k, v [1,K,T,D] go to `copies` rows, span after span from first_row on."""
-        for i, (start, end) in enumerate(spans):
-            rows = slice(first_row + i * copies, first_row + (i + 1) * copies)
-            self.keys[layer][rows, :, :end - start] = k[:, :, start:end]
-            self.values[layer][rows, :, :end - start] = v[:, :, start:end]
-
-    def start(self, lengths, copies):
-        """After the prefill of every prompt: rows of lengths[i] tokens, `copies` of each."""
-        self.lengths = torch.tensor(lengths, device=self.lengths.device).repeat_interleave(copies)
-        self.used = max(lengths)
+    def fill(self, layer, k, v, spans, first):
+        """Prefill: tokens start..end of a packed k, v [1,K,T,D] are the prompts first, first + 1, ..."""
+        for i, (start, end) in enumerate(spans, start=first):
+            self.trunk_keys[layer][i, :, :end - start] = k[0, :, start:end]
+            self.trunk_values[layer][i, :, :end - start] = v[0, :, start:end]
 
     def keep(self, alive):
-        """Drop the rows whose alive bool[R] is False. A row from the end moves into each hole: one row's copy, not all.
+        """Drop the rows whose alive bool[R] is False, and prompts without rows. A row from the end moves into each hole: one row's
+        copy, not all.
 
         -> int64[R']: which old row now stands in each row.
         """
@@ -287,7 +303,56 @@ class KVCache:
         order = order[:n]
         for store in (*self.keys, *self.values):
             store[holes, :, :self.used] = store[order[holes], :, :self.used]
-        self.lengths = self.lengths[order]
-        self.rows = self.rows[:n]
-        self.used = int(self.lengths.max()) if n else 0
+        self.rows = n
+        if len(self.prompts) and n:
+            going_on, self.prompt = self.prompt[order].unique(return_inverse=True)
+            if len(going_on) < len(self.prompts):
+                self.prompts = self.prompts[going_on]
+                for trunks in (self.trunk_keys, self.trunk_values):
+                    trunks[:] = [store[going_on] for store in trunks]
+            self._lay_out()
         return order
+
+    def _lay_out(self):
+        """Stand the rows in a grid [P,G] by prompt, G the most of any: grid holds rows (0 where there is none), place [R] each
+        row's slot. None where the rows stand so already. hidden bool[P,1,1,L]: columns beyond a prompt's end."""
+        counts = torch.bincount(self.prompt, minlength=len(self.prompts))
+        g, order = int(counts.max()), self.prompt.argsort(stable=True)
+        slot = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[self.prompt[order]]
+        self.place = torch.empty_like(order)
+        self.place[order] = self.prompt[order] * g + slot
+        self.grid = torch.zeros(len(self.prompts) * g, dtype=torch.long, device=order.device)
+        self.grid[self.place] = torch.arange(len(order), device=order.device)
+        if torch.equal(self.place, torch.arange(len(self.prompts) * g, device=order.device)):
+            self.grid = self.place = None
+        columns = torch.arange(self.trunk_keys[0].shape[2], device=order.device)
+        self.hidden = (columns >= self.prompts[:, None])[:, None, None]
+        self.hidden = self.hidden if self.hidden.any() else None
+
+
+def shared_attention(q, k, v, cache, layer):
+    """One new token a row, against the keys of its prompt, which are read once for all its rows, and its own.
+
+        softmax( [q·K_prompt, q·K_own] / sqrt(D) ) · [V_prompt, V_own]
+
+    q [R,Q,1,D], k and v [R,K,S,D] the row's own -> [R,Q,1,D]. g = Q/K queries a key head, G rows a prompt in the cache's grid.
+    """
+    trunk_k, trunk_v = cache.trunk_keys[layer], cache.trunk_values[layer]                           # [P,K,L,D]
+    (rows, heads, _, d), (prompts, kv_heads, length, _) = q.shape, trunk_k.shape
+    group = heads // kv_heads
+
+    def to_prompts(x):      # [R,K,g,*] -> [P,K,G·g,*]
+        x = x if cache.grid is None else x[cache.grid]
+        return x.view(prompts, -1, kv_heads, group, x.shape[-1]).transpose(1, 2).reshape(prompts, kv_heads, -1, x.shape[-1])
+
+    def to_rows(x):         # and back
+        x = x.view(prompts, kv_heads, -1, group, x.shape[-1]).transpose(1, 2).reshape(-1, kv_heads, group, x.shape[-1])
+        return x if cache.place is None else x[cache.place]
+    q = q.view(rows, kv_heads, group, d) * d**-0.5
+    shared = to_prompts(q) @ trunk_k.mT                                                             # [P,K,G·g,L]
+    if cache.hidden is not None:
+        shared.masked_fill_(cache.hidden, -torch.inf)
+    scores = torch.cat([to_rows(shared), q @ k.mT], dim=-1)                                         # [R,K,g,L+S]
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+    out = to_rows(to_prompts(weights[..., :length]) @ trunk_v) + weights[..., length:] @ v          # [R,K,g,D]
+    return out.reshape(rows, heads, 1, d)

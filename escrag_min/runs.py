@@ -57,7 +57,8 @@ class RunArgs:
     weight_decay: float = option(0.0, "AdamW weight decay on matrices (ours)")
     clip_norm: float = option(1.0, "gradient norm is clipped to this (ours)")
     tokens_per_batch: int = option(4096, "tokens per forward pass (micro-batch) and rank; memory, not results, depends on it")
-    checkpoint_blocks: bool = option(False, "recompute activations in the backward pass: less memory, a third more time")
+    checkpoint_blocks: bool | None = option(None, "recompute activations in the backward pass: less memory, a third more time; "
+                                            "none: above 1B parameters (ours)")
     save_every: int = option(100, "checkpoint every so many steps")
     keep_last: int = option(2, "checkpoints to keep")
     keep_best: bool = option(False, "write best/, the model at its best held-out value")

@@ -2,8 +2,8 @@
 
     y_t ~ softmax( z_t / temperature )  over the first vocab_size entries,  z_t = W_head · h_t          (draw)
 
-The prompts are prefilled as one pack without padding; each sampled row keeps its own length, and a row that has said a
-stop token leaves the cache, so that what is done costs nothing.
+The prompts are prefilled as one pack without padding; a row that has said a stop token leaves the cache, so that what is done
+costs nothing.
 
 Each row has its own uniform numbers, drawn up front, one for each token it may come to: what it draws does not depend on
 when its neighbours stop, and with a generator for each prompt not on who they are.
@@ -14,13 +14,16 @@ loss scores the policy on exactly what it was sampled from.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
+from escrag_min.decoding import packed_weights
 from escrag_min.packing import pack, split_into_packs
 from escrag_min.qwen2 import KVCache
 
 PREFILL_TOKENS = 8192       # tokens a prefill pack may hold
-MAX_CACHE_TOKENS = 65536    # rows · (prompt + new tokens) held at once
+DRAW_BLOCK = 128            # entries whose mass is summed first
+MAX_CACHE_TOKENS = 65536    # prompts · (longest prompt + samples · new tokens) held at once
 
 
 @dataclass
@@ -32,25 +35,37 @@ class Completion:
 def draw(logits, u=None, temperature=1.0, top_p=1.0, top_k=0):
     """One token a row: float[R,V] logits and u float64[R] in [0,1) -> int64[R]. Temperature 0 needs no u.
 
-    Inverse-CDF sampling: a uniform number falls into the cumulative distribution. In float64, since a float32 sum over
-    150k entries loses the rare ones; far cheaper than torch.multinomial.
+    Inverse-CDF sampling: a uniform number falls into the cumulative distribution, first of blocks of entries, then of the
+    entries of its block. Sums are float64, since a float32 sum over 150k entries loses the rare ones; far cheaper than
+    torch.multinomial.
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
     if u is None:
         raise ValueError(f"draw: temperature {temperature} needs u, one uniform number a row")
-    logits = logits.double() / temperature
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
     if top_k and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]                          # [R,1]
         logits = logits.masked_fill(logits < kth, -torch.inf)
-    probs = logits.softmax(dim=-1)                                               # [R,V]
+    mass = (logits - logits.amax(dim=-1, keepdim=True)).exp_()                   # [R,V], not normalised
     if top_p < 1:       # the smallest set of likeliest tokens that holds top_p of the mass
-        ordered, index = probs.sort(dim=-1, descending=True)
-        outside = ordered.cumsum(dim=-1) - ordered >= top_p
-        probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
-    cdf = probs.cumsum(dim=-1)                                                   # [R,V]
-    at = u[:, None] * cdf[:, -1:]                                                # [R,1]
-    return torch.searchsorted(cdf, at, right=True).squeeze(-1)                   # first entry above: never one of mass 0
+        ordered, index = mass.double().sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= top_p * ordered.sum(dim=-1, keepdim=True)
+        mass = mass.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
+    mass = F.pad(mass, (0, -mass.shape[-1] % DRAW_BLOCK)).unflatten(-1, (-1, DRAW_BLOCK))      # [R,V/128,128]
+    total = mass.sum(dim=-1, dtype=torch.float64)                                # [R,V/128]
+    block, rest = _fall(total, u * total.sum(dim=-1))
+    inside = mass[torch.arange(len(mass), device=mass.device), block].double()   # [R,128]
+    return block * DRAW_BLOCK + _fall(inside, rest)[0]
+
+
+def _fall(mass, at):
+    """Where `at` falls when the masses [R,N] lie side by side -> (index [R], how far into it [R]). Never one of mass 0."""
+    cdf = mass.cumsum(dim=-1)
+    at = torch.minimum(at, torch.nextafter(cdf[:, -1], cdf.new_zeros(())))[:, None]
+    index = torch.searchsorted(cdf, at, right=True)                              # the first whose sum is above
+    before = cdf.gather(-1, index) - mass.gather(-1, index)
+    return index.squeeze(-1), (at - before).squeeze(-1)
 
 
 def _uniforms(generator, prompts, copies, max_new_tokens, device):
@@ -66,13 +81,13 @@ def _uniforms(generator, prompts, copies, max_new_tokens, device):
 
 
 class _Prefill:
-    """What the packed forward pass sees as its cache: it hands each prompt's keys and values on to the prompt's rows."""
+    """What the packed forward pass sees as its cache: it hands each prompt's keys and values on."""
 
-    def __init__(self, cache, spans, first_row, copies):
-        self.cache, self.spans, self.first_row, self.copies = cache, spans, first_row, copies
+    def __init__(self, cache, spans, first):
+        self.cache, self.spans, self.first = cache, spans, first
 
     def update(self, layer, k, v):
-        self.cache.fill(layer, k, v, self.spans, self.first_row, self.copies)
+        self.cache.fill(layer, k, v, self.spans, self.first)
         return k, v
 
 
@@ -86,7 +101,7 @@ def sample(model, prompts, samples_per_prompt=1, max_new_tokens=256, temperature
     generator          a torch.Generator for reproducible draws, or a list of one a prompt: then a prompt's completions do
                        not depend on the other prompts
     progress           a tqdm bar over the new tokens
-    max_cache_tokens   rows · (prompt + new tokens) held at once; more prompts than that go in turns
+    max_cache_tokens   tokens whose keys are held at once: prompts · (longest prompt + samples · new tokens); more go in turns
     -> list[list[Completion]], [len(prompts)][samples_per_prompt]
     """
     if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
@@ -102,13 +117,14 @@ def sample(model, prompts, samples_per_prompt=1, max_new_tokens=256, temperature
     u = None
     if temperature > 0:
         u = _uniforms(generator, len(prompts), samples_per_prompt, max_new_tokens, model.model.norm.weight.device)
-    together = max(1, max_cache_tokens // (longest * samples_per_prompt))
+    together = max(1, max_cache_tokens // (longest - max_new_tokens + samples_per_prompt * max_new_tokens))
     completions = []
     bar = tqdm(total=max_new_tokens * -(-len(prompts) // together), desc="sampling", unit="tok", disable=not progress)
-    for start in range(0, len(prompts), together):
-        rows = slice(start * samples_per_prompt, (start + together) * samples_per_prompt)
-        completions += _sample_together(model, prompts[start:start + together], samples_per_prompt, max_new_tokens,
-                                        u if u is None else u[rows], temperature, top_p, top_k, stop_tokens, vocab_size, bar)
+    with packed_weights(model):
+        for start in range(0, len(prompts), together):
+            rows = slice(start * samples_per_prompt, (start + together) * samples_per_prompt)
+            completions += _sample_together(model, prompts[start:start + together], samples_per_prompt, max_new_tokens,
+                                            u if u is None else u[rows], temperature, top_p, top_k, stop_tokens, vocab_size, bar)
     bar.close()
     return completions
 
@@ -116,21 +132,20 @@ def sample(model, prompts, samples_per_prompt=1, max_new_tokens=256, temperature
 def _prefill(model, prompts, copies, capacity):
     """-> (cache of len(prompts)·copies rows, hidden [rows,H] of each prompt's last token)"""
     weight = model.model.norm.weight
-    cache = KVCache(model.config, len(prompts) * copies, capacity, weight.dtype, weight.device)
-    hidden, row = [], 0
+    cache = KVCache(model.config, len(prompts) * copies, capacity, weight.dtype, weight.device, list(map(len, prompts)), copies)
+    hidden, first = [], 0
     for trees in split_into_packs([(p, []) for p in prompts], max(PREFILL_TOKENS, max(map(len, prompts)))):
         packed = pack(trees).to(weight.device)
         ends = torch.tensor([len(p) for p, _ in trees]).cumsum(0)
         spans = [(end - len(p), end) for (p, _), end in zip(trees, ends.tolist())]
-        out = model(packed.tokens[None], mask=packed, cache=_Prefill(cache, spans, row, copies))    # [1,T,H]
+        out = model(packed.tokens[None], mask=packed, cache=_Prefill(cache, spans, first))          # [1,T,H]
         hidden.append(out[0, ends.to(weight.device) - 1])                                           # [trees,H]
-        row += len(trees) * copies
-    cache.start([len(p) for p in prompts], copies)
+        first += len(trees)
     return cache, torch.cat(hidden).repeat_interleave(copies, dim=0)
 
 
 def _sample_together(model, prompts, copies, max_new_tokens, u, temperature, top_p, top_k, stop_tokens, vocab_size, bar):
-    cache, hidden = _prefill(model, prompts, copies, max(map(len, prompts)) + max_new_tokens)
+    cache, hidden = _prefill(model, prompts, copies, max_new_tokens)
     rows = len(prompts) * copies
     drawn = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=hidden.device)
     length = torch.full((rows,), max_new_tokens, device=hidden.device)

@@ -5,6 +5,7 @@ import torch
 from conftest import ROOT, real_model, small_config, waves
 
 from escrag_min.packing import pack
+from escrag_min.sampling import _prefill
 from escrag_min.qwen2 import Body, KVCache, Qwen2, RMSNorm, grouped_attention, rotary_table, rotate
 
 TOKENS = torch.tensor([[3, 17, 42, 9, 9, 55, 0, 28, 31, 60, 12]])
@@ -49,24 +50,23 @@ def test_cached_decoding_equals_uncached(wave_model):
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=0)
 
 
-def test_cached_rows_of_different_lengths_and_leaving_rows(wave_model):
-    rows = [[3, 17, 42, 9], [5, 6], [8, 8, 8, 1, 2, 7]]
-    cache = KVCache(wave_model.config, 3, 10)
-    for r, ids in enumerate(rows):      # prefill row by row, through a one-row cache
-        single = KVCache(wave_model.config, 1, 10)
-        wave_model(torch.tensor([ids]), cache=single)
-        for layer in range(2):
-            cache.keys[layer][r], cache.values[layer][r] = single.keys[layer][0], single.values[layer][0]
-    cache.start([4, 2, 6], 1)
-
-    def alone(ids):
-        return wave_model(torch.tensor([ids]))[0, -1]
-    step = wave_model(torch.tensor([[11], [12], [13]]), cache=cache)[:, 0]
-    torch.testing.assert_close(step, torch.stack([alone(r + [t]) for r, t in zip(rows, (11, 12, 13))]), atol=1e-5, rtol=0)
-    assert cache.keep(torch.tensor([False, True, True])).tolist() == [2, 1]      # the last row moves into the hole
-    step = wave_model(torch.tensor([[14], [15]]), cache=cache)[:, 0]
-    torch.testing.assert_close(step, torch.stack([alone(rows[2] + [13, 14]), alone(rows[1] + [12, 15])]), atol=1e-5, rtol=0)
-    assert cache.keep(torch.tensor([False, False])).tolist() == []
+def test_rows_share_the_keys_of_their_prompt_and_leave(wave_model):
+    """Prompts of 4, 2 and 6 tokens with two rows each; rows leave until groups are uneven and a prompt has none left."""
+    prompts = [[3, 17, 42, 9], [5, 6], [8, 8, 8, 1, 2, 7]]
+    cache, _ = _prefill(wave_model, prompts, 2, 8)
+    rows = [p + [] for p in prompts for _ in range(2)]
+    assert cache.trunk_keys[0].shape[0] == 3 and cache.keys[0].shape[:1] == (6,)
+    everyone, gone = [True] * 6, ([True, True, False, True, True, False], [True, True, True, False], [True, False, True], [False, False])
+    for step, alive in enumerate((everyone, *gone)):
+        order = cache.keep(torch.tensor(alive)).tolist()
+        rows = [rows[i] for i in order]
+        if not rows:
+            break
+        new = torch.arange(len(rows)) + 10 * step
+        hidden = wave_model(new[:, None], cache=cache)[:, 0]
+        rows = [r + [t] for r, t in zip(rows, new.tolist())]
+        torch.testing.assert_close(hidden, torch.stack([wave_model(torch.tensor([r]))[0, -1] for r in rows]), atol=1e-5, rtol=0)
+    assert len(cache.prompts) == 2 and cache.rows == 0          # the second prompt's keys left with its last row
 
 
 def test_cache_over_its_capacity_is_an_error(wave_model):
@@ -78,7 +78,7 @@ def test_rotary_positions_survive_in_bf16_models_case33():
     positions = torch.tensor([256, 257, 259, 511])
     cos, sin = rotary_table(positions, 8, 1e6)
     assert cos.dtype == torch.float32
-    torch.testing.assert_close(torch.atan2(sin[:, 0], cos[:, 0]), torch.remainder(positions + torch.pi, 2 * torch.pi) - torch.pi,
+    torch.testing.assert_close(torch.atan2(sin[:, 4], cos[:, 4]), torch.remainder(positions + torch.pi, 2 * torch.pi) - torch.pi,
                                atol=1e-3, rtol=0)                # dimension 0 turns by one radian a position
     model = waves(Qwen2(small_config())).to(torch.bfloat16)
     at = [model(TOKENS[:, :2], torch.tensor([0, p])) for p in (256, 257)]

@@ -1,0 +1,76 @@
+"""SFT: 8 ragged sequences of 64 to 512 tokens, loss on the completion (the second half), one update. Against TRL's SFTTrainer.
+
+Checked: loss and gradient agree.
+"""
+import torch
+from common import compare, flops, ids_of, options, peer
+
+from escrag_min.chat import Tokenizer
+from escrag_min.packing import pack, split_into_packs
+from escrag_min.qwen2 import Qwen2
+from escrag_min.sft import sft_loss, sft_weights
+from escrag_min.training import make_optimizer, update
+
+
+def main():
+    args = options(__doc__).parse_args()
+    tokenizer, model = Tokenizer.from_pretrained(args.model), Qwen2.from_pretrained(args.model)
+    sequences = ids_of(tokenizer, [64 * (i + 1) * args.scale for i in range(8)])
+    trees = [(ids[:len(ids) // 2], [ids[len(ids) // 2:]]) for ids in sequences]
+    targets = sum(len(branches[0]) for _, branches in trees)
+    optimizer = make_optimizer(model, 1e-9)
+
+    def gradient():
+        loss = 0.0
+        for micro in split_into_packs(trees, 1024 * args.scale):
+            packed = pack(micro)
+            part = sft_loss(model.log_probs(packed), sft_weights(len(packed.targets), targets, "cpu"))
+            part.backward()
+            loss += part.item()
+        return loss
+
+    def ours():
+        gradient()
+        update(model, optimizer, 1e-9)
+
+    contenders, checked = {"ours": ours}, "not checked: trl is not installed"
+    if peer("trl"):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from trl import SFTConfig, SFTTrainer
+        from datasets import Dataset
+        theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        config = SFTConfig(output_dir="/tmp/escrag-bench-sft", per_device_train_batch_size=8, use_cpu=True, bf16=False, fp16=False,
+                           gradient_checkpointing=False, report_to=[], save_strategy="no", max_length=None, disable_tqdm=True)
+        rows = [{"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2:]} for ids in sequences]
+        trainer = SFTTrainer(model=theirs, args=config, train_dataset=Dataset.from_list(rows),
+                             processing_class=AutoTokenizer.from_pretrained(args.model))
+        batch = trainer.data_collator(rows)
+        trainer.create_optimizer()
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 1e-9
+
+        def backward():
+            loss = trainer.compute_loss(trainer.model, dict(batch))
+            loss.backward()
+            return loss.item()
+
+        def trl():
+            trainer.model.train()
+            backward()
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+        one, other = gradient(), backward()
+        norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+        named = dict(trainer.model.named_parameters())
+        difference = sum((p.grad - named[n].grad).square().sum() for n, p in model.named_parameters()).sqrt()
+        model.zero_grad(), trainer.model.zero_grad()
+        assert abs(one - other) < 1e-3 * one and difference < 1e-3 * norm, (one, other, difference / norm)
+        contenders["trl"], checked = trl, f"loss {one:.4f} and {other:.4f}, gradients differ by {difference / norm:.1e} of their norm"
+    tokens, parameters = sum(map(len, sequences)), sum(p.numel() for p in model.parameters())
+    limit = ("6 FLOP a parameter and token at the measured peak", flops() / (6 * parameters))
+    compare(args, "SFT", contenders, "tok", tokens, limit, checked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""All benchmarks, one after another, and their table:
+
+    ./run bench --model FOLDER                      run, keep the JSON lines in benchmarks/results/, print the table
+    ./run bench --model FOLDER --workloads G8,RM --runs 3
+    ./run bench --print                             the table of what is kept, as the README has it
+"""
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+WORKLOADS = {
+    "G8": ("generate.py", "--workload", "G8"), "G64": ("generate.py", "--workload", "G64"),
+    "R16": ("generate.py", "--workload", "R16"), "Stop": ("generate.py", "--workload", "Stop"),
+    "P8": ("update.py",), "SFT": ("sft.py",), "RM": ("reward.py",), "LP": ("logprob.py",)}
+WHAT = {
+    "G8": "8 samples of a 256-token prompt, 128 new tokens", "G64": "8 prompts (64-512) x 8 samples, 128 new tokens",
+    "R16": "16 prompts (64-512), 128 new tokens", "Stop": "G64 with natural ends", "P8": "GRPO update: prompt 480, 8 x 128 tokens",
+    "SFT": "8 ragged sequences (64-512), one update", "RM": "4 pairs, prompt 256, replies 64, one update",
+    "LP": "log-probs, 3072 tokens, 151,936 words, with gradient"}
+
+
+def run(name, model, runs):
+    """Run one workload -> its result; the JSON line is kept under its workload and model."""
+    file, *options = WORKLOADS[name]
+    command = [sys.executable, str(HERE / file), *options, "--model", model, "--runs", str(runs)]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    result = {"name": name, **json.loads(out.strip().splitlines()[-1])}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}-{result['model']}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def kept():
+    """What has been measured, in the table's order."""
+    results = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    return sorted(results, key=lambda r: (r["model"] != "smol", r["model"], list(WORKLOADS).index(r["name"])))
+
+
+def table(results):
+    """Markdown: a row a workload, ours beside the fastest peer."""
+    lines = ["| workload | model | ours | peer | ratio | memory, ours / peer | of the limit | runs |",
+             "|---|---|---|---|---|---|---|---|"]
+    for r in results:
+        peers = {n: rate for n, rate in r["rate"].items() if n != "ours"}
+        best = max(peers, key=peers.get)
+        ours, unit = r["rate"]["ours"], r["unit"]
+        lines.append(f"| {r['name']}: {WHAT[r['name']]} | {r['model']} | {ours:.3g} {unit} | {best} {peers[best]:.3g} | "
+                     f"**{ours / peers[best]:.2f}** | {r['peak_gb']['ours']:.1f} / {r['peak_gb'][best]:.1f} GB | "
+                     f"{ours / r['limit']['rate']:.0%} | {r['runs']} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="./run bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="Qwen-2.5 folder")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each contender, whose median counts [5]")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which, separated by commas [all]")
+    parser.add_argument("--print", action="store_true", help="only print the table of what is kept")
+    args = parser.parse_args()
+    chosen = args.workloads.split(",")
+    if not args.print:
+        if not args.model or set(chosen) - set(WORKLOADS):
+            sys.exit(f"./run bench: name a --model folder, and --workloads of {', '.join(WORKLOADS)}")
+        for name in chosen:
+            print(table([run(name, args.model, args.runs)]).splitlines()[-1], flush=True)
+    print(table(kept()))
+
+
+if __name__ == "__main__":
+    main()
