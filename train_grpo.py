@@ -204,18 +204,22 @@ def main(argv=None):
         with compute_dtype(device):
             return model.log_probs(packed, args.temperature, len(tokenizer), **options)                  # [N]
 
-    def rollout(states, generators, group_size=args.group_size, temperature=args.temperature, initial=args.initial):
+    def rollout(states, group_size, temperature, initial, generators=None):
         with gathered(policy) as sampler:       # whole weights: ranks sample on their own, and need not end together
-            return run.unless_stopped(lambda: two_pass_rollout(
-                sampler, tokenizer, states, index, group_size, args.retrieve, args.max_new_tokens, temperature, initial,
-                args.max_prompt, generators))
+            def work():
+                return two_pass_rollout(sampler, tokenizer, states, index, group_size, args.retrieve, args.max_new_tokens,
+                                        temperature, initial, args.max_prompt, generators)
+            return run.unless_stopped(work) if generators else work()
 
     for step in run.steps(steps, "grpo"):
         began = time.time()
         batch = [states[i] for i in batch_indices(len(states), args.prompts_per_step, step, args.seed)]
-        streams = [step_generator(args.seed, step, place) for place in range(len(batch))]
-        rollouts = rollout(share(batch), share(streams))
+        places = share(range(len(batch)))
+        streams = [step_generator(args.seed, step, place) for place in places]
+        rollouts = rollout(share(batch), args.group_size, args.temperature, args.initial, streams)
         run.stop_if_asked()
+        for r in rollouts:
+            r.group = places[r.group]
         sampled = time.time()
         rewards, raw = score(rollouts, reward_model, reward_tokenizer, args)
         advantages = group_advantages(torch.tensor(rewards).view(-1, args.group_size), scale=args.scale_advantage)   # [P,G]
@@ -257,7 +261,7 @@ def main(argv=None):
                    "update_tokens_per_s": totals["tokens"] / (updated - rewarded),
                    "seconds_sampling": sampled - began, "seconds_reward": rewarded - sampled, "seconds_update": updated - rewarded}
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == steps):
-            answers = rollout(share(held_out), None, 1, 0.0, "group")
+            answers = rollout(share(held_out), 1, 0.0, "group")        # greedy, as at inference
             metrics["held_out_reward"] = mean(gather(score(answers, reward_model, reward_tokenizer, args)[0]))
             if run.improves(metrics) and args.keep_best:
                 run.save_best()

@@ -7,6 +7,7 @@ import argparse
 import ctypes
 import datetime
 import gc
+import importlib.util
 import json
 import os
 import platform
@@ -132,9 +133,8 @@ def ids_of(tokenizer, lengths):
     return prompts
 
 
-def peer(name):
-    """A module if it is installed, else None."""
-    try:
-        return __import__(name)
-    except ImportError:
-        return None
+def peer(args, name):
+    """Whether a contender is wanted and its package installed."""
+    if args.only and name not in args.only.split(","):
+        return False
+    return importlib.util.find_spec(name) is not None

@@ -40,8 +40,8 @@ def main():
         drawn = sample(model, prompts, copies, NEW, stop_tokens=stops, generator=torch.Generator().manual_seed(next(seeds)))
         return sum(len(c.tokens) for group in drawn for c in group)
 
-    contenders, checked = {"ours": ours}, "not checked: transformers is not installed"
-    if peer("transformers"):
+    contenders, checked = {"ours": ours}, "not checked: no peer"
+    if peer(args, "transformers"):
         from transformers import AutoModelForCausalLM
         theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
         width = max(lengths)

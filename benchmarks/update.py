@@ -30,8 +30,8 @@ def main():
         weight = token_weights(packed.lengths())
         grpo_loss(logp, logp.detach(), advantages[packed.response], weight)[0].backward()
 
-    contenders, checked = {"ours": ours}, "not checked: trl is not installed"
-    if peer("trl"):
+    contenders, checked = {"ours": ours}, "not checked: no peer"
+    if peer(args, "trl"):
         trainer = trl_trainer(args.model, GROUP, reply)
         trainer.current_gradient_accumulation_steps = 1
         inputs = {"prompt_ids": torch.tensor([prompt_ids] * GROUP), "prompt_mask": torch.ones(GROUP, prompt, dtype=torch.long),

@@ -2,7 +2,8 @@
 
 A decode step reads every weight for a handful of rows, so it is as fast as the weights can be read. A plain F.linear reads
 [N,H] weights at 5 to 12 GB/s for 8 rows; oneDNN, given them in blocks of its own choosing (made once), at 11 to 18, and better
-the larger they are: query, key and value stand in one matrix, gate and up in another.
+the larger they are: query, key and value stand in one matrix, gate and up in another. The copy takes as much memory again as
+the weights.
 """
 from contextlib import contextmanager
 
@@ -49,7 +50,7 @@ def packed_weights(model):
 
 
 def packed(*layers):
-    """Linear layers with the same input, side by side, as a function x [..., H] -> [..., N]; a tuple of them if there are several."""
+    """Linear layers with the same input, side by side -> a function x [..., H] -> [..., N]; a tuple of those if several."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
     sizes = [layer.out_features for layer in layers]

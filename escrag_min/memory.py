@@ -111,7 +111,8 @@ def plan_items(script, args, ranks, config, reward_config=None, e=2):
         a_token = 2 * e * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         prefill = max(PREFILL_TOKENS, args.max_prompt)
         phases["sampling"] = [
-            ("gathered policy", e * n if w > 1 or e == 2 else 0), ("keys and values", cached * a_token),
+            ("gathered policy", e * n if w > 1 or e == 2 else 0), ("packed weights", e * n if e == 4 else 0),
+            ("keys and values", cached * a_token),
             ("logits and probabilities", rows * config.vocab_size * (e + 3 * 8)),
             ("prefill", prefill * (4 * config.hidden_size * 4 + 3 * config.intermediate_size * e))]
         phases["reward"] = [

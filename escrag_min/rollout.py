@@ -66,6 +66,8 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
                              vocab_size=len(tokenizer), generator=generator, progress=progress)
         return [[as_response(tokenizer, c) for c in group] for group in completions]
 
+    if not states:
+        return []
     first = [fitted_ids(tokenizer, policy_prompt, state["prompt"], prompt_limit) for state in states]
     if retrieve == 0:
         drawn = speak([ids for ids, _ in first], group_size, generator)

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from escrag_min.decoding import packed_weights
+from escrag_min.kvcache import KVCache
 from escrag_min.packing import pack, split_into_packs
-from escrag_min.qwen2 import KVCache
 
 PREFILL_TOKENS = 8192       # tokens a prefill pack may hold
 DRAW_BLOCK = 128            # entries whose mass is summed first

@@ -4,9 +4,10 @@ import pytest
 import torch
 from conftest import ROOT, real_model, small_config, waves
 
+from escrag_min.kvcache import KVCache
 from escrag_min.packing import pack
+from escrag_min.qwen2 import Body, Qwen2, RMSNorm, grouped_attention, rotary_table, rotate
 from escrag_min.sampling import _prefill
-from escrag_min.qwen2 import Body, KVCache, Qwen2, RMSNorm, grouped_attention, rotary_table, rotate
 
 TOKENS = torch.tensor([[3, 17, 42, 9, 9, 55, 0, 28, 31, 60, 12]])
 
