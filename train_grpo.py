@@ -31,7 +31,7 @@ from escrag_min.grpo import group_advantages, grpo_loss, token_weights
 from escrag_min.memory import checkpointed
 from escrag_min.packing import pack, split_into_packs
 from escrag_min.parallel import (backward, compute_dtype, default_device, even, first, frozen_dtype, gather, gathered, is_main,
-                                 load, say, share, total, world)
+                                 load, main_first, say, share, total, world)
 from escrag_min.presets import parse_run
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
@@ -179,10 +179,7 @@ def main(argv=None):
     states = read_records(args.data, "prompt", args.limit, args.seed)
     states, held_out = split_by_dialogue(states, args.held_out, args.seed) if args.held_out else (states, [])
     run = Run("train_grpo", args, held_out=("held_out_reward", max))
-    index = None
-    if args.retrieve:
-        first(lambda: open_index(args.exemplars, args.encoder, run.out / "index") and None)     # written once,
-        index = open_index(args.exemplars, args.encoder, run.out / "index")                     # read by all
+    index = main_first(lambda: open_index(args.exemplars, args.encoder, run.out / "index")) if args.retrieve else None
     args.model = first(lambda: str(model_or_tiny(args.model, run.out)))
     args.reward_model = first(lambda: str(args.reward_model or tiny_reward_model(run.out)))
     tokenizer, reward_tokenizer = Tokenizer.from_pretrained(args.model), Tokenizer.from_pretrained(args.reward_model)

@@ -39,40 +39,16 @@ def main():
         from datasets import Dataset
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from trl import RewardConfig, RewardTrainer
+        from trl_peer import SETTINGS, update_contender
         theirs = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=1, dtype=torch.float32)
         theirs.score.weight.data.copy_(model.score.weight.data)
-        config = RewardConfig(output_dir="/tmp/escrag-bench-rm", per_device_train_batch_size=PAIRS, use_cpu=True, bf16=False,
-                              fp16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", max_length=None,
-                              disable_tqdm=True)
         rows = [{"chosen_ids": p + good, "rejected_ids": p + bad} for p, (good, bad) in trees]
         auto = AutoTokenizer.from_pretrained(args.model)
         if auto.pad_token is None:
             auto.pad_token = auto.eos_token
-        trainer = RewardTrainer(model=theirs, args=config, train_dataset=Dataset.from_list(rows), processing_class=auto)
-        batch = trainer.data_collator(rows)
-        trainer.create_optimizer()
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 1e-9
-
-        def backward():
-            loss = trainer.compute_loss(trainer.model, dict(batch))
-            loss.backward()
-            return loss.item()
-
-        def trl():
-            trainer.model.train()
-            backward()
-            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-        one, other = gradient(), backward()
-        norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
-        named = dict(trainer.model.named_parameters())
-        difference = sum((p.grad - named[n].grad).square().sum() for n, p in model.named_parameters()).sqrt()
-        model.zero_grad(), trainer.model.zero_grad()
-        assert abs(one - other) < 1e-3 * one and difference < 1e-3 * norm, (one, other, difference / norm)
-        contenders["trl"] = trl
-        checked = f"loss {one:.4f} and {other:.4f}, gradients differ by {difference / norm:.1e} of their norm"
+        trainer = RewardTrainer(model=theirs, args=RewardConfig(per_device_train_batch_size=PAIRS, max_length=None, **SETTINGS),
+                                train_dataset=Dataset.from_list(rows), processing_class=auto)
+        contenders["trl"], checked = update_contender(trainer, rows, model, gradient)
     body = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
     limit = ("6 FLOP a body parameter and token of the trees at the measured peak", flops() / (6 * body * (prompt + 2 * reply)))
     compare(args, "RM", contenders, "pair", PAIRS, limit, checked)

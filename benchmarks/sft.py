@@ -35,39 +35,15 @@ def main():
 
     contenders, checked = {"ours": ours}, "not checked: no peer"
     if peer(args, "trl"):
+        from datasets import Dataset
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import SFTConfig, SFTTrainer
-        from datasets import Dataset
+        from trl_peer import SETTINGS, update_contender
         theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-        config = SFTConfig(output_dir="/tmp/escrag-bench-sft", per_device_train_batch_size=8, use_cpu=True, bf16=False, fp16=False,
-                           gradient_checkpointing=False, report_to=[], save_strategy="no", max_length=None, disable_tqdm=True)
         rows = [{"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2:]} for ids in sequences]
-        trainer = SFTTrainer(model=theirs, args=config, train_dataset=Dataset.from_list(rows),
-                             processing_class=AutoTokenizer.from_pretrained(args.model))
-        batch = trainer.data_collator(rows)
-        trainer.create_optimizer()
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 1e-9
-
-        def backward():
-            loss = trainer.compute_loss(trainer.model, dict(batch))
-            loss.backward()
-            return loss.item()
-
-        def trl():
-            trainer.model.train()
-            backward()
-            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-        one, other = gradient(), backward()
-        norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
-        named = dict(trainer.model.named_parameters())
-        difference = sum((p.grad - named[n].grad).square().sum() for n, p in model.named_parameters()).sqrt()
-        model.zero_grad(), trainer.model.zero_grad()
-        assert abs(one - other) < 1e-3 * one and difference < 1e-3 * norm, (one, other, difference / norm)
-        contenders["trl"] = trl
-        checked = f"loss {one:.4f} and {other:.4f}, gradients differ by {difference / norm:.1e} of their norm"
+        trainer = SFTTrainer(model=theirs, args=SFTConfig(per_device_train_batch_size=8, max_length=None, **SETTINGS),
+                             train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(args.model))
+        contenders["trl"], checked = update_contender(trainer, rows, model, gradient)
     tokens, parameters = sum(map(len, sequences)), sum(p.numel() for p in model.parameters())
     limit = ("6 FLOP a parameter and token at the measured peak", flops() / (6 * parameters))
     compare(args, "SFT", contenders, "tok", tokens, limit, checked)

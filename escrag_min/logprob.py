@@ -11,8 +11,10 @@ whatever N is, and time is that of one more product. The temperature is part of 
 """
 import torch
 
+CHUNK = 512     # targets whose logits exist at once
 
-def token_logprobs(model, hidden, pred, targets, temperature=1.0, chunk=512, vocab_size=None, with_entropy=False):
+
+def token_logprobs(model, hidden, pred, targets, temperature=1.0, chunk=CHUNK, vocab_size=None, with_entropy=False):
     """log π(targets[n] | everything before it), in nats.
 
     model       has .lm_head.weight [V,H], or else .logits(hidden[..., H]) -> [..., V], which is then differentiated whole

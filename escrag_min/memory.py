@@ -20,12 +20,12 @@ With --checkpoint-blocks, e·H a layer is kept and one block at a time is whole.
 from pathlib import Path
 
 from escrag_min.checkpoint import read_config
+from escrag_min.logprob import CHUNK
 from escrag_min.parallel import frozen_dtype
 from escrag_min.qwen2 import Config
 from escrag_min.sampling import MAX_CACHE_TOKENS, PREFILL_TOKENS
 
 GB = 10**9
-LOGITS_CHUNK = 512
 CONTEXT = 1.0 * GB      # ours: the CUDA context, its libraries and NCCL's buffers; not measured
 
 # Qwen-2.5 as published: vocabulary, hidden, intermediate, layers, query heads, key heads, tied
@@ -67,7 +67,7 @@ def checkpointed(args, config):
 def block_activations(c, tokens, e, branched=0):
     """Bytes that a block keeps for its backward pass. branched: trunk tokens that stand in a branch's keys once more."""
     h, q, k = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    norms = 2 * (4 * h + (e * h if e < 4 else 4 * h) + 4)
+    norms = 2 * (4 * h + e * h + 4)
     a_token = norms + 2 * e * h + e * q + e * (2 * q + 2 * k) + 4 * e * c.intermediate_size
     return tokens * a_token + branched * 2 * e * k
 
@@ -98,7 +98,7 @@ def plan_items(script, args, ranks, config, reward_config=None, e=2):
         phases["update, in the blocks"] += [("gathered blocks, two", 2 * e * block), ("a block's whole gradient", (e + 4) * block)]
         phases["update, end of the backward pass"] = [*base, ("the root's whole gradient", (e + 4) * root)]
     if not reward:
-        phases["update, in the head"] = [*base, acts, ("a chunk of logits", LOGITS_CHUNK * config.vocab_size * (2 * 4 + e)),
+        phases["update, in the head"] = [*base, acts, ("a chunk of logits", CHUNK * config.vocab_size * (2 * 4 + e)),
                                          ("the head's gradient, summed in float32", (4 + e * (e < 4)) * head)]
     if script == "train_grpo":
         m = parameters(reward_config, reward=True)

@@ -1,0 +1,55 @@
+"""TRL's trainers as peers: float32 on a CPU, and otherwise their defaults."""
+import torch
+
+SETTINGS = {
+    "output_dir": "/tmp/escrag-bench-trl", "use_cpu": not torch.cuda.is_available(), "bf16": False, "fp16": False,
+    "gradient_checkpointing": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+
+
+def grpo_trainer(folder, group, reply):
+    """TRL's GRPOTrainer for groups of `group` responses of `reply` tokens."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = GRPOConfig(per_device_train_batch_size=group, num_generations=group, max_completion_length=reply, beta=0.0,
+                        logging_steps=1, learning_rate=1e-6, loss_type="grpo", **SETTINGS)
+    return GRPOTrainer(model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
+                       train_dataset=Dataset.from_list([{"prompt": "hi"}]), processing_class=AutoTokenizer.from_pretrained(folder))
+
+
+def gradient_difference(model, trainer):
+    """Norm of the difference between our gradient and the trainer's, as a share of ours; an error where it is not small."""
+    theirs = dict(trainer.model.named_parameters())
+    difference = sum((p.grad - theirs[n].grad).square().sum() for n, p in model.named_parameters()).sqrt()
+    share = (difference / sum(p.grad.square().sum() for p in model.parameters()).sqrt()).item()
+    assert share < 1e-3, f"gradients differ by {share:.1e} of their norm"
+    return share
+
+
+def update_contender(trainer, rows, model, gradient):
+    """A trainer's update on one batch -> (function that makes it, how it was seen to compute what ours does).
+
+    model, gradient: ours, and the function that leaves its gradient and returns its loss.
+    """
+    batch = trainer.data_collator(rows)
+    trainer.create_optimizer()
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 1e-9
+
+    def backward():
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+        loss.backward()
+        return loss.item()
+
+    def trl():
+        trainer.model.train()
+        backward()
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    one, other = gradient(), backward()
+    assert abs(one - other) < 1e-3 * one, f"losses differ: {one}, {other}"
+    share = gradient_difference(model, trainer)
+    model.zero_grad(), trainer.model.zero_grad()
+    return trl, f"loss {one:.4f} and {other:.4f}, gradients differ by {share:.1e} of their norm"
