@@ -126,10 +126,9 @@ def sample_text():
 def ids_of(tokenizer, lengths):
     """Prompts of these many tokens each, of running text, no two alike."""
     ids, prompts, start = tokenizer.encode(sample_text()), [], 0
-    for length in lengths:
-        prompts.append(ids[start:start + length])
+    for length in lengths:      # from the beginning again where the samples end
+        prompts.append([ids[i % len(ids)] for i in range(start, start + length)])
         start += length
-    assert len(prompts[-1]) == lengths[-1], "the samples have too little text"
     return prompts
 
 

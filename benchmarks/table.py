@@ -2,7 +2,8 @@
 
     ./run bench --model FOLDER                      run, keep the JSON lines in benchmarks/results/, print the table
     ./run bench --model FOLDER --workloads G8,RM --runs 3
-    ./run bench --print                             the table of what is kept, as the README has it
+    ./run bench --model FOLDER --growth             ours alone at 1, 2 and 4 times the size
+    ./run bench --print                             the tables of what is kept, as the README has them
 """
 import argparse
 import json
@@ -12,31 +13,43 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+SCALES = (1, 2, 4)
 WORKLOADS = {
     "G8": ("generate.py", "--workload", "G8"), "G64": ("generate.py", "--workload", "G64"),
     "R16": ("generate.py", "--workload", "R16"), "Stop": ("generate.py", "--workload", "Stop"),
-    "P8": ("update.py",), "SFT": ("sft.py",), "RM": ("reward.py",), "LP": ("logprob.py",)}
+    "P8": ("update.py",), "STEP": ("step.py",), "SFT": ("sft.py",), "RM": ("reward.py",), "LP": ("logprob.py",)}
 WHAT = {
     "G8": "8 samples of a 256-token prompt, 128 new tokens", "G64": "8 prompts (64-512) x 8 samples, 128 new tokens",
     "R16": "16 prompts (64-512), 128 new tokens", "Stop": "G64 with natural ends", "P8": "GRPO update: prompt 480, 8 x 128 tokens",
+    "STEP": "whole GRPO step, ours with n=3: prompt 612, 8 x 128",
     "SFT": "8 ragged sequences (64-512), one update", "RM": "4 pairs, prompt 256, replies 64, one update",
     "LP": "log-probs, 3072 tokens, 151,936 words, with gradient"}
 
 
-def run(name, model, runs):
-    """Run one workload -> its result; the JSON line is kept under its workload and model."""
+def run(name, model, runs, *more):
+    """Run one workload -> its result."""
     file, *options = WORKLOADS[name]
-    command = [sys.executable, str(HERE / file), *options, "--model", model, "--runs", str(runs)]
+    command = [sys.executable, str(HERE / file), *options, "--model", model, "--runs", str(runs), *more]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    result = {"name": name, **json.loads(out.strip().splitlines()[-1])}
+    return {"name": name, **json.loads(out.strip().splitlines()[-1])}
+
+
+def run_growth(name, model, runs):
+    """Ours alone at each size, the time relative to the size -> a result."""
+    results = [run(name, model, runs, "--only", "ours", "--scale", str(scale)) for scale in SCALES]
+    return {**results[0], "seconds": {str(scale): r["seconds"]["ours"] for scale, r in zip(SCALES, results)}}
+
+
+def keep(result, what=""):
+    """The result in a file of its own, under its workload and model."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}-{result['model']}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{result['name']}-{result['model']}{what}.json").write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
-def kept():
+def kept(growth=False):
     """What has been measured, in the table's order."""
-    results = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    results = [json.loads(path.read_text()) for path in RESULTS.glob("*.json") if path.stem.endswith("-growth") == growth]
     return sorted(results, key=lambda r: (r["model"] != "smol", r["model"], list(WORKLOADS).index(r["name"])))
 
 
@@ -54,20 +67,34 @@ def table(results):
     return "\n".join(lines)
 
 
+def growth_table(results):
+    """Markdown: time at each size, relative to the time at size 1 and to the size. 1: it grows as the work does."""
+    names = " | ".join(f"{r['name']} {r['model']}" for r in results)
+    lines = [f"| time / size | {names} |", "|---" * (len(results) + 1) + "|"]
+    for scale in map(str, SCALES[1:]):
+        lines.append(f"| {scale}× | " + " | ".join(
+            f"{r['seconds'][scale] / r['seconds']['1'] / int(scale):.2f}" for r in results) + " |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(prog="./run bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Qwen-2.5 folder")
     parser.add_argument("--runs", type=int, default=5, help="runs of each contender, whose median counts [5]")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which, separated by commas [all]")
-    parser.add_argument("--print", action="store_true", help="only print the table of what is kept")
+    parser.add_argument("--growth", action="store_true", help="measure ours alone, at 1, 2 and 4 times the size")
+    parser.add_argument("--print", action="store_true", help="only print the tables of what is kept")
     args = parser.parse_args()
     chosen = args.workloads.split(",")
     if not args.print:
         if not args.model or set(chosen) - set(WORKLOADS):
             sys.exit(f"./run bench: name a --model folder, and --workloads of {', '.join(WORKLOADS)}")
         for name in chosen:
-            print(table([run(name, args.model, args.runs)]).splitlines()[-1], flush=True)
-    print(table(kept()))
+            if args.growth:
+                print(growth_table([keep(run_growth(name, args.model, args.runs), "-growth")]), flush=True)
+            else:
+                print(table([keep(run(name, args.model, args.runs))]).splitlines()[-1], flush=True)
+    print(table(kept()), growth_table(kept(growth=True)), sep="\n\n")
 
 
 if __name__ == "__main__":

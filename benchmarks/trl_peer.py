@@ -6,16 +6,17 @@ SETTINGS = {
     "gradient_checkpointing": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
 
 
-def grpo_trainer(folder, group, reply):
-    """TRL's GRPOTrainer for groups of `group` responses of `reply` tokens."""
+def grpo_trainer(folder, group, reply, reward_model=None, **settings):
+    """TRL's GRPOTrainer for groups of `group` responses of `reply` tokens, scored by a transformers model, or not at all."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = GRPOConfig(per_device_train_batch_size=group, num_generations=group, max_completion_length=reply, beta=0.0,
-                        logging_steps=1, learning_rate=1e-6, loss_type="grpo", **SETTINGS)
-    return GRPOTrainer(model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
-                       train_dataset=Dataset.from_list([{"prompt": "hi"}]), processing_class=AutoTokenizer.from_pretrained(folder))
+                        logging_steps=1, learning_rate=1e-6, loss_type="grpo", **settings, **SETTINGS)
+    return GRPOTrainer(model=model, reward_funcs=reward_model or (lambda completions, **_: [0.0] * len(completions)), args=config,
+                       train_dataset=Dataset.from_list([{"prompt": "hi"}]), processing_class=AutoTokenizer.from_pretrained(folder),
+                       reward_processing_classes=AutoTokenizer.from_pretrained(folder) if reward_model else None)
 
 
 def gradient_difference(model, trainer):

@@ -11,6 +11,8 @@ whatever N is, and time is that of one more product. The temperature is part of 
 """
 import torch
 
+from escrag_min.gradients import autocast
+
 CHUNK = 512     # targets whose logits exist at once
 
 
@@ -29,9 +31,7 @@ def token_logprobs(model, hidden, pred, targets, temperature=1.0, chunk=CHUNK, v
         raise ValueError(f"token_logprobs: temperature {temperature} has no log-probabilities; it must be above 0")
     h = hidden[pred]                                                         # [N,H]
     if hasattr(model, "lm_head"):
-        weight, kind = model.lm_head.weight, h.device.type
-        if torch.is_autocast_enabled(kind):
-            h, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (h, weight))
+        h, weight = autocast(h, model.lm_head.weight)
         logp, entropy = _TokenLogProbs.apply(h, weight, targets, temperature, chunk, vocab_size, with_entropy)
     else:
         logp, entropy = plain_logprobs(model.logits(h)[:, :vocab_size].float() / temperature, targets)

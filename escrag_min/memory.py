@@ -7,12 +7,13 @@ heads of size D, e = 2 bytes (bf16) on a GPU and 4 on a CPU.
     sampling                + a gathered policy e·P, keys and values 2·e·L·K·D a token, logits
     reward                  + gathered weights: the root (embedding, head) and two blocks
     update                  + gradients 4P/W and the gathered root; in the head: activations, a chunk of logits, the head's
-                            gradient; in the blocks: activations, two gathered blocks, a block's whole gradient; at the end the
-                            root's whole gradient
+                            gradient; in the blocks: activations, two e·I a token in SwiGLU's backward pass, two gathered
+                            blocks, a block's whole gradient; at the end the root's, after its weights are let go
 
-The peak is what is kept plus the largest phase. Activations of a block, bytes a token, counted from the code of qwen2.py:
+The peak is what is kept plus the largest phase. Activations of a block, bytes a token, counted from the code
+of qwen2.py and gradients.py:
 
-    norms 2·(4H + e·H + 4), inputs of the projections 2·e·H + e·Q·D, attention e·(2·Q·D + 2·K·D), SwiGLU 4·e·I;
+    norms 2·(e·H + 4), inputs of the projections 2·e·H + e·Q·D, attention e·(2·Q·D + 2·K·D), SwiGLU 2·e·I;
     and a trunk's keys and values once more for each of its branches
 
 With --checkpoint-blocks, e·H a layer is kept and one block at a time is whole.
@@ -67,8 +68,8 @@ def checkpointed(args, config):
 def block_activations(c, tokens, e, branched=0):
     """Bytes that a block keeps for its backward pass. branched: trunk tokens that stand in a branch's keys once more."""
     h, q, k = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    norms = 2 * (4 * h + e * h + 4)
-    a_token = norms + 2 * e * h + e * q + e * (2 * q + 2 * k) + 4 * e * c.intermediate_size
+    norms = 2 * (e * h + 4)
+    a_token = norms + 2 * e * h + e * q + e * (2 * q + 2 * k) + 2 * e * c.intermediate_size
     return tokens * a_token + branched * 2 * e * k
 
 
@@ -93,10 +94,12 @@ def plan_items(script, args, ranks, config, reward_config=None, e=2):
     elif e < 4:
         base.append(("weights in bf16", e * n))
     acts = ("activations", activations(config, tokens, e, checkpointed(args, config), branched=tokens))
-    phases = {"kept": kept, "update, in the blocks": [*base, acts, ("the head's gradient", e * head)]}
+    swiglu = ("SwiGLU's backward pass", 2 * e * config.intermediate_size * tokens)
+    phases = {"kept": kept, "update, in the blocks": [*base, acts, swiglu, ("the head's gradient", e * head)]}
     if w > 1:           # a whole gradient exists as it was computed, and in float32 to be summed
         phases["update, in the blocks"] += [("gathered blocks, two", 2 * e * block), ("a block's whole gradient", (e + 4) * block)]
-        phases["update, end of the backward pass"] = [*base, ("the root's whole gradient", (e + 4) * root)]
+        phases["update, end of the backward pass"] = [base[0], ("the first block's gradient, being summed", 4 * block),
+                                                      ("the root's whole gradient", (e + 4) * root)]
     if not reward:
         phases["update, in the head"] = [*base, acts, ("a chunk of logits", CHUNK * config.vocab_size * (2 * 4 + e)),
                                          ("the head's gradient, summed in float32", (4 + e * (e < 4)) * head)]

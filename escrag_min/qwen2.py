@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from escrag_min.gradients import gated_down, rms_norm
 from escrag_min.kvcache import shared_attention
 from escrag_min.logprob import token_logprobs
 from escrag_min.packing import Packed
@@ -48,9 +49,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * x32.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rotary_table(positions, head_dim, theta):
@@ -156,6 +155,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         gate, up = self.gate_up(x)
+        if torch.is_grad_enabled():         # the same, with less kept for the backward pass
+            return gated_down(gate, up, self.down_proj.weight)
         return self.down_proj(F.silu(gate) * up)
 
 

@@ -7,10 +7,10 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from table import WORKLOADS, kept, table  # noqa: E402
+from table import WORKLOADS, growth_table, kept, table  # noqa: E402
 
 
-@pytest.mark.parametrize("name", ["G8", "Stop", "P8", "SFT", "RM"])
+@pytest.mark.parametrize("name", ["G8", "Stop", "P8", "STEP", "SFT", "RM"])
 def test_our_side_of_a_workload_runs_on_a_tiny_model(tiny, name):
     file, *options = WORKLOADS[name]
     command = [sys.executable, f"benchmarks/{file}", *options, "--model", str(tiny), "--runs", "1", "--only", "ours"]
@@ -24,5 +24,5 @@ def test_the_readme_has_the_table_of_the_results():
     results = kept()
     assert results and all(r["checked"] and "not checked" not in r["checked"] for r in results)
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert table(results) in readme
+    assert table(results) in readme and growth_table(kept(growth=True)) in readme
     assert all(r["date"] in readme and r["device"] in readme and r["torch"].split("+")[0] in readme for r in results)
