@@ -25,7 +25,8 @@ def bradley_terry_loss(chosen, rejected, margin=0.0):
 
 
 class RewardModel(nn.Module):
-    """mean, std: of its scores on its own training replies, to standardise a reward; they travel in config.json."""
+    """mean, std: of its scores on its own training replies, to standardise a reward. max_length: tokens of dialogue and reply that
+    it was trained on, None if unknown: it is not asked about longer ones. All three travel in config.json."""
 
     def __init__(self, config):
         super().__init__()
@@ -34,6 +35,7 @@ class RewardModel(nn.Module):
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
         statistics = config.raw.get("escrag_reward", {})
         self.mean, self.std = statistics.get("mean", 0.0), statistics.get("std", 1.0)
+        self.max_length = statistics.get("max_length")
 
     def forward(self, packed):
         """Packed -> float32[R]: one score a branch, read at the branch's last token; nothing else in the pack matters."""
@@ -53,7 +55,7 @@ class RewardModel(nn.Module):
     def save_pretrained(self, path, tokenizer_from=None, dtype=None, **options):
         checkpoint.save(self, path, tokenizer_from, dtype, "Qwen2ForSequenceClassification", {
             "num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0},
-            "escrag_reward": {"mean": self.mean, "std": self.std}}, **options)
+            "escrag_reward": {"mean": self.mean, "std": self.std, "max_length": self.max_length}}, **options)
 
 
 def reward_tree(tokenizer, dialogue, replies, limit):
@@ -70,11 +72,17 @@ def reward_tree(tokenizer, dialogue, replies, limit):
 def score_replies(model, tokenizer, items, limit=2048, tokens_per_batch=8192):
     """[(dialogue, [replies]), ...] -> list of lists of float: standardised scores, (r - mean) / std.
 
-    An empty reply is not shown to the model, which never saw one; it gets NO_REPLY_REWARD. Under torchrun each rank has items
+    limit: tokens of dialogue and reply; old turns are dropped to fit it, and to fit model.max_length where that can be done. An empty reply is not shown to the model, which never saw one; it gets NO_REPLY_REWARD. Under torchrun each rank has items
     of its own, also none, but all must ask.
     """
-    trees = [reward_tree(tokenizer, dialogue, spoken, limit)[0] for dialogue, replies in items
-             if (spoken := [r for r in replies if r])]
+    def tree(dialogue, replies):
+        if model.max_length and model.max_length < limit:
+            try:
+                return reward_tree(tokenizer, dialogue, replies, model.max_length)[0]
+            except ValueError:      # the last turn and a reply alone are longer
+                pass
+        return reward_tree(tokenizer, dialogue, replies, limit)[0]
+    trees = [tree(dialogue, spoken) for dialogue, replies in items if (spoken := [r for r in replies if r])]
     packs = even(split_into_packs(trees, tokens_per_batch, split_trees=True))
     scored = [(model(pack(trees).to(model.score.weight.device)), real) for trees, real in packs]
     raw = [score for scores, real in scored if real for score in scores.tolist()]

@@ -57,7 +57,7 @@ def test_the_score_is_read_at_the_replys_last_token_case08():
 
 def test_saving_and_loading_a_head_case48(tmp_path):
     model = reward_model()
-    model.mean, model.std = 1.5, 2.0
+    model.mean, model.std, model.max_length = 1.5, 2.0, 300
     model.save_pretrained(tmp_path / "rm")
     config = json.loads((tmp_path / "rm/config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"] and config["num_labels"] == 1
@@ -65,7 +65,7 @@ def test_saving_and_loading_a_head_case48(tmp_path):
     packed = pack([([1, 2], [[3], [4]])])
     assert again(packed).shape == (2,)
     torch.testing.assert_close(again(packed), model(packed), atol=0, rtol=0)
-    assert (again.mean, again.std) == (1.5, 2.0)
+    assert (again.mean, again.std, again.max_length) == (1.5, 2.0, 300)
     weights = load_file(tmp_path / "rm/model.safetensors")
     del weights["score.weight"]
     save_file(weights, tmp_path / "rm/model.safetensors")
@@ -108,6 +108,15 @@ def test_the_same_ids_in_training_reward_and_evaluation_case47(tokenizer, tiny, 
     record = {"prompt": DIALOGUE, "chosen": "<think>Stage: x</think>\nSince when?", "rejected": "Oh."}
     (prompt, (chosen, _)), _ = train_rm.pair_tree(tokenizer, record, 2048)                 # training: reasoning is not seen
     assert seen == [prompt + chosen]
+
+
+def test_a_reward_is_asked_for_no_more_than_was_trained_on(tokenizer, tiny, monkeypatch):
+    model, seen = RewardModel.from_pretrained(tiny), []
+    monkeypatch.setattr(RewardModel, "forward", lambda self, packed: seen.append(len(packed.tokens)) or torch.zeros(len(packed.last)))
+    dialogue = [{"role": r, "content": "word " * 20} for r in ("user", "assistant")] * 3 + DIALOGUE
+    for model.max_length in (None, 150, 20):        # 20: not even the last turn fits; then all there is room for
+        score_replies(model, tokenizer, [(dialogue, ["Since when?"])])
+    assert seen[1] <= 150 < seen[0] == seen[2]
 
 
 def test_an_empty_reply_gets_the_fixed_reward(tokenizer, tiny):
