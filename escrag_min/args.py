@@ -18,6 +18,11 @@ def option(default, help, choices=None):
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+def positional(help):
+    """A file or folder named without an option; one or more where the field is a list. Such fields stand first in a class."""
+    return field(metadata={"help": help, "positional": True})
+
+
 def parse(cls, description, argv=None, defaults=None):
     """argv (None: the command line) -> cls. bool fields become --name / --no-name; the name's _ becomes -.
 
@@ -35,6 +40,9 @@ def parse(cls, description, argv=None, defaults=None):
 def add_options(parser, cls):
     types = typing.get_type_hints(cls)
     for f in fields(cls):
+        if "positional" in f.metadata:
+            parser.add_argument(f.name, nargs="+" if types[f.name] == list[str] else None, help=f.metadata["help"])
+            continue
         kind = next(t for t in (typing.get_args(types[f.name]) or (types[f.name],)) if t is not type(None))
         shown = str(f.default).removeprefix(os.getcwd() + os.sep)       # the built-in samples, from here
         text = f.metadata["help"] + ("" if shown in ("None", "", "False") else f" [{shown}]")

@@ -20,6 +20,7 @@ from escrag_min.judging import (
 )
 from escrag_min.llm import open_writer
 from escrag_min.parallel import frozen_dtype, load
+from escrag_min.plots import NO_MATPLOTLIB, matplotlib_pyplot
 from escrag_min.prompts import compare_prompt, score_prompt
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.scripted import scripted_writer
@@ -132,14 +133,23 @@ def number(value, form=".2f"):
 
 # --- compare ---
 
+def shared_contexts(a, b):
+    """Ids that both {id: record} answer, in a's order. Under one id both must hold the same conversation."""
+    shared = [k for k in a if k in b and a[k]["reply"] and b[k]["reply"]]
+    if not shared:
+        raise ValueError("the two response files share no context that both answer")
+    for k in shared:
+        if a[k]["prompt"] != b[k]["prompt"]:
+            raise ValueError(f"the two response files hold different conversations under the id {k!r}")
+    return shared
+
+
 def compare(a, b, judge, journal):
     """Two {id: record} of the same contexts, blind and in both orders -> (rows, summary).
 
     Contexts that only one of them answers are left out, and counted.
     """
-    shared = [k for k in a if k in b and a[k]["reply"] and b[k]["reply"]]
-    if not shared:
-        raise ValueError("the two response files share no context that both answer")
+    shared = shared_contexts(a, b)
     if isinstance(judge, RewardJudge):
         first, second = (judge.scores([side[k] for k in shared], "reply") for side in (a, b))
         better = ["first" if x > y else "second" if y > x else "tie" for x, y in zip(first, second)]
@@ -211,12 +221,9 @@ def ladder_table(rows, markdown=False):
 
 def plot_ladder(table, path):
     """A bar a row with its interval, where matplotlib is installed -> a line about it."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "\nno plot: pip install matplotlib to get one"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = matplotlib_pyplot()
+    if pyplot is None:
+        return f"\n{NO_MATPLOTLIB}"
     rows = [r for r in table if r["summary"]["average"] is not None]
     figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(rows) + 1.5))
     for y, row in enumerate(rows):

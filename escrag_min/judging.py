@@ -209,6 +209,28 @@ def correlation(x, y):
     return float(np.corrcoef(x, y)[0, 1])
 
 
+def krippendorff_alpha(units, level):
+    """Agreement of annotators: 1 - D_o / D_e, observed over expected disagreement. Source: Krippendorff (2011).
+
+    units   float[U, R]: what each of R annotators gave each of U units; NaN: nothing. Units with fewer than two values are out.
+    level   "nominal": values are equal or not; "interval": the squared difference counts
+    D_o = 1/n Σ_u 1/(m_u - 1) Σ_{i≠j in u} δ²;  D_e = 1/(n(n - 1)) Σ_{i≠j} δ²;  m_u values in unit u, n in all that are left
+    -> float, or None where it is undefined: nothing to compare, or no variation
+    """
+    units = np.asarray(units, dtype=float)
+    units = [u[~np.isnan(u)] for u in units if (~np.isnan(u)).sum() > 1]
+
+    def disagreement(values):       # Σ_{i≠j} δ²
+        gaps = values[:, None] - values
+        return float((gaps != 0).sum() if level == "nominal" else (gaps ** 2).sum())
+    if not units:
+        return None
+    values = np.concatenate(units)
+    expected = disagreement(values) / (len(values) * (len(values) - 1))
+    observed = sum(disagreement(u) / (len(u) - 1) for u in units) / len(values)
+    return 1 - observed / expected if expected else None
+
+
 def settle(forward, backward):
     """Two verdicts on one pair, the second with the replies swapped -> "win", "loss", "tie" (of the first reply), or None.
 
