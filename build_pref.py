@@ -16,8 +16,8 @@ from escrag_min.journal import Journal
 from escrag_min.llm import open_writer
 from escrag_min.preference import RULES, collect
 from escrag_min.roleplay import build, read_cards
-from escrag_min.scripted import scripted_writer
 from escrag_min.runs import resumable_folder
+from escrag_min.scripted import scripted_writer
 
 
 @dataclass

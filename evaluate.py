@@ -14,34 +14,39 @@ JUDGE: a Qwen-2.5 folder or Hub id, an OpenAI-compatible endpoint's URL (with --
 for a reward model, or scripted, a stand-in that only counts words. A killed run goes on when the same command is given again.
 """
 import argparse
-import os
 import re
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from escrag_min import evaluation, sheet
-from escrag_min.args import add_options, check, option, positional, run_script
+from escrag_min import evaluation, plots, sheet, show
+from escrag_min.args import add_options, check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.checkpoint import write_json
 from escrag_min.data import SAMPLES, read_finished, read_records, write_jsonl
 from escrag_min.decoding import pack_weights
-from escrag_min.evaluation import (against_above, compare_table, judge_table, ladder_rows, ladder_table, open_judge,
-                                   plot_ladder, read_responses, summarise)
+from escrag_min.evaluation import (
+    against_above,
+    compare_table,
+    judge_table,
+    ladder_rows,
+    ladder_table,
+    open_judge,
+    plot_ladder,
+    read_responses,
+    summarise,
+)
 from escrag_min.journal import Journal
 from escrag_min.judging import DEFAULT_METRICS, METRICS, reply_statistics
 from escrag_min.parallel import frozen_dtype, load
-from escrag_min.plots import plot_runs, read_metrics
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.rollout import two_pass_rollout
 from escrag_min.runs import resumable_folder
 from escrag_min.safety import HELP_TEXT, NOTICE, crisis_signal
-from escrag_min.show import as_page, as_text, clean, count, read_rollouts, safe_html
 from escrag_min.training import derived_seed
 
 
@@ -105,40 +110,6 @@ class Ladder(Judging):
     temperature: float = option(0.0, "as in respond")
     batch_size: int = option(16, "contexts answered together")
     seed: int = option(0, "random seed")
-
-
-@dataclass
-class Sheet:
-    a: str = positional("responses of A")
-    b: str = positional("responses of B")
-    seed: int = option(0, "draws order and sides; tally needs the same")
-    out: str = option("sheet.html", "page to write; it must not exist")
-
-
-@dataclass
-class Tally:
-    exports: list[str] = positional("files that the page exported, one of each annotator")
-    a: str = option("", "responses of A, as for the sheet")
-    b: str = option("", "responses of B, as for the sheet")
-    seed: int = option(0, "of the sheet")
-    out: str = option("", "JSON file to write as well")
-
-
-@dataclass
-class Show:
-    file: str = positional("run folder of train_grpo.py, its samples.jsonl, or a responses file of respond")
-    step: int | None = option(None, "only this step's")
-    id: str = option("", "only this dialogue state's")
-    limit: int | None = option(None, "so many, from the first")
-    reasoning: bool = option(False, "the reasoning too, not only how many words it has")
-    html: str = option("", "write a page to this file instead, ending in .html; one that is there is replaced")
-
-
-@dataclass
-class Plot:
-    runs: list[str] = positional("run folders or their metrics.jsonl, of any trainer")
-    window: int = option(10, "steps in the moving average (ours)")
-    out: str = option("plot.png", "picture to write, ending in .png, .pdf or .svg; one that is there is replaced")
 
 
 ANSWERS = ("completion", "chosen", "rejected", "stage", "state", "strategy")     # a record's own answer: not the model's
@@ -289,80 +260,15 @@ def climb_ladder(args):
     print(ladder_table(table) + f"\njudge: {judge.name}; wrote {out}" + plot_ladder(table, out / "ladder.png"))
 
 
-def write_sheet(args):
-    """A page on which annotators rate A's and B's replies blind (paper, appendix E)."""
-    out = Path(args.out)
-    check(not out.exists(), f"--out {out} exists; choose another name")
-    a, b = read_responses(args.a), read_responses(args.b)
-    html, name, pairs = sheet.page(a, b, args.seed)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(html, "utf-8")
-    print(f"wrote {out}: sheet {name}, {pairs} pairs ({len(a.keys() | b.keys()) - pairs} contexts left out); give each annotator "
-          f"a copy, and keep both files and --seed {args.seed} for tally")
-
-
-def tally_exports(args):
-    """Unblind the annotators' exports: wins of A, mean scores, agreement."""
-    check(args.a and args.b, "--a and --b: name the two responses files of the sheet")
-    name, pairs = sheet.draw_pairs(read_responses(args.a), read_responses(args.b), args.seed)
-    exports, files = {}, {}
-    for file in args.exports:
-        annotator, ratings = sheet.read_export(file, name, pairs)
-        same = annotator.casefold()
-        check(same not in files, f"{file}: annotator {annotator!r} is in {files.get(same)} already; give one export of each")
-        exports[annotator], files[same] = ratings, file
-    summary = sheet.tally(exports, name, pairs)
-    if args.out:
-        write_json(args.out, summary)
-    print(sheet.tally_table(summary) + (f"\n\nwrote {args.out}" if args.out else ""))
-
-
-def in_run(path, name):
-    """A file, or the file of that name in a run folder."""
-    return Path(path) / name if Path(path).is_dir() else Path(path)
-
-
-def show_rollouts(args):
-    """Rollouts to read: both passes, exemplars with similarity, rewards and advantages of the group, best reward first."""
-    path, chosen = in_run(args.file, "samples.jsonl"), (args.step, args.id, args.limit)
-    if args.html:
-        out = Path(args.html)
-        check(out.suffix == ".html", f"--html {out} must end in .html")
-        rollouts = read_rollouts(path, safe_html, *chosen)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(as_page(rollouts, path, args.reasoning), "utf-8")
-        print(f"wrote {out}: {count(len(rollouts), 'rollout')}")
-        return
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    width = max(40, min(100, shutil.get_terminal_size((100, 24)).columns))
-    text = "\n".join(as_text(*rollout, width, colour, args.reasoning) for rollout in read_rollouts(path, clean, *chosen))
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:         # its reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def plot_metrics(args):
-    """metrics.jsonl of runs as one picture: each step thin, their moving average thick."""
-    out = Path(args.out)
-    check(out.suffix in (".png", ".pdf", ".svg"), f"--out {out} must end in .png, .pdf or .svg")
-    check(args.window >= 1, f"--window {args.window} must be at least 1")
-    files = [in_run(run, "metrics.jsonl") for run in args.runs]
-    runs = {str(f.parent if f.name == "metrics.jsonl" else f): read_metrics(f) for f in files}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    titles = plot_runs(runs, out, args.window)
-    print(f"wrote {out}: {'; '.join(titles)}")
-
-
 COMMANDS = {"respond": (Respond, respond, "answer a file of contexts -> JSONL with both passes and exemplars"),
             "judge": (Judge, judge_file, "score a responses file from the three perspectives"),
             "compare": (Compare, compare_files, "two responses files, blind and in both orders"),
             "ladder": (Ladder, climb_ladder, "the rows of the paper's ablation, and the sweep over n exemplars"),
             "chat": (Policy, chat, "talk to a checkpoint in the terminal"),
-            "sheet": (Sheet, write_sheet, "a page for human evaluation: blind pairs of two responses files"),
-            "tally": (Tally, tally_exports, "what the annotators of a sheet found, unblinded"),
-            "show": (Show, show_rollouts, "read rollouts of a run or a responses file, in the terminal or as a page"),
-            "plot": (Plot, plot_metrics, "metrics of runs -> one picture")}
+            "sheet": (sheet.Sheet, sheet.write_sheet, "a page for human evaluation: blind pairs of two responses files"),
+            "tally": (sheet.Tally, sheet.tally_exports, "what the annotators of a sheet found, unblinded"),
+            "show": (show.Show, show.show_rollouts, "read rollouts of a run or a responses file, in the terminal or as a page"),
+            "plot": (plots.Plot, plots.plot_metrics, "metrics of runs -> one picture")}
 
 
 def main(argv=None):

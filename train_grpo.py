@@ -30,8 +30,23 @@ from escrag_min.data import SAMPLES, read_records, split_by_dialogue
 from escrag_min.grpo import group_advantages, grpo_loss, token_weights
 from escrag_min.memory import checkpointed
 from escrag_min.packing import pack, split_into_packs
-from escrag_min.parallel import (backward, compute_dtype, default_device, even, first, frozen_dtype, gather, gathered, is_main,
-                                 load, main_first, say, share, total, world)
+from escrag_min.parallel import (
+    backward,
+    compute_dtype,
+    default_device,
+    even,
+    first,
+    frozen_dtype,
+    gather,
+    gathered,
+    is_main,
+    load,
+    main_first,
+    say,
+    share,
+    total,
+    world,
+)
 from escrag_min.presets import parse_run
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index

@@ -54,6 +54,11 @@ def read_jsonl(path):
     return records
 
 
+def in_run(path, name):
+    """A file, or the file of that name in a run folder."""
+    return Path(path) / name if Path(path).is_dir() else Path(path)
+
+
 def read_finished(path):
     """What a killed run wrote: its whole lines as objects, without a last line that was cut."""
     lines = Path(path).read_text("utf-8").split("\n")[:-1] if Path(path).exists() else []

@@ -4,9 +4,11 @@ A run's panels are those of its kind (GRPO, or SFT and the reward model) that ho
 the last `window` steps, as --stop-kl and --stop-reward see a run. A missing or null value leaves a gap in both.
 """
 import math
+from dataclasses import dataclass
+from pathlib import Path
 
-from escrag_min.args import check
-from escrag_min.data import read_jsonl
+from escrag_min.args import check, option, positional
+from escrag_min.data import in_run, read_jsonl
 
 NO_MATPLOTLIB = "no plot: pip install matplotlib to get one"
 GRPO = {
@@ -19,6 +21,13 @@ SUPERVISED = {      # SFT and the reward model
     "gradient norm": ("grad_norm",)}
 NOW_AND_THEN = ("held_out_loss", "held_out_accuracy", "longer_wins_accuracy", "held_out_reward")    # points, not every step
 STYLES = ("-", "--", ":")
+
+
+@dataclass
+class Plot:
+    runs: list[str] = positional("run folders or their metrics.jsonl, of any trainer")
+    window: int = option(10, "steps in the moving average (ours)")
+    out: str = option("plot.png", "picture to write, ending in .png, .pdf or .svg; one that is there is replaced")
 
 
 def matplotlib_pyplot():
@@ -111,3 +120,15 @@ def plot_runs(runs, path, window=10):
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return titles
+
+
+def plot_metrics(args):
+    """metrics.jsonl of runs as one picture: each step thin, their moving average thick."""
+    out = Path(args.out)
+    check(out.suffix in (".png", ".pdf", ".svg"), f"--out {out} must end in .png, .pdf or .svg")
+    check(args.window >= 1, f"--window {args.window} must be at least 1")
+    files = [in_run(run, "metrics.jsonl") for run in args.runs]
+    runs = {str(f.parent if f.name == "metrics.jsonl" else f): read_metrics(f) for f in files}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    titles = plot_runs(runs, out, args.window)
+    print(f"wrote {out}: {'; '.join(titles)}")

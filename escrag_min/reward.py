@@ -72,8 +72,9 @@ def reward_tree(tokenizer, dialogue, replies, limit):
 def score_replies(model, tokenizer, items, limit=2048, tokens_per_batch=8192):
     """[(dialogue, [replies]), ...] -> list of lists of float: standardised scores, (r - mean) / std.
 
-    limit: tokens of dialogue and reply; old turns are dropped to fit it, and to fit model.max_length where that can be done. An empty reply is not shown to the model, which never saw one; it gets NO_REPLY_REWARD. Under torchrun each rank has items
-    of its own, also none, but all must ask.
+    limit: tokens of dialogue and reply; old turns are dropped to fit it, and to fit model.max_length where that can be done.
+    An empty reply is not shown to the model, which never saw one; it gets NO_REPLY_REWARD. Under torchrun each rank has items of
+    its own, also none, but all must ask.
     """
     def tree(dialogue, replies):
         if model.max_length and model.max_length < limit:

@@ -32,8 +32,19 @@ from tqdm import tqdm
 from escrag_min.args import check, option
 from escrag_min.checkpoint import read_json, write_json
 from escrag_min.data import read_finished, write_jsonl
-from escrag_min.parallel import (default_device, first, gather, is_main, load_state, parameters, save_pretrained, save_state, say,
-                                 share, size)
+from escrag_min.parallel import (
+    default_device,
+    first,
+    gather,
+    is_main,
+    load_state,
+    parameters,
+    save_pretrained,
+    save_state,
+    say,
+    share,
+    size,
+)
 
 BEFORE_STEP_1 = {"config.json", "index", "tiny", "tiny-rm", "tiny-rm-base"}     # a folder that holds no more is unused
 SKIPS_IN_A_ROW = 3      # ours: steps without a finite loss and gradient before a run gives up

@@ -12,13 +12,14 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from escrag_min.args import check
-from escrag_min.checkpoint import read_json
-from escrag_min.evaluation import number, shared_contexts
+from escrag_min.args import check, option, positional
+from escrag_min.checkpoint import read_json, write_json
+from escrag_min.evaluation import number, read_responses, shared_contexts
 from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, krippendorff_alpha, wilson_interval
 from escrag_min.prompts import SPEAKER
 
@@ -31,6 +32,23 @@ QUESTIONS = {
     "Judge": "Step back, and side with nobody. How well does each reply fit this client and this problem?",
 }
 ROWS = (*PERSPECTIVES, "overall")
+
+
+@dataclass
+class Sheet:
+    a: str = positional("responses of A")
+    b: str = positional("responses of B")
+    seed: int = option(0, "draws order and sides; tally needs the same")
+    out: str = option("sheet.html", "page to write; it must not exist")
+
+
+@dataclass
+class Tally:
+    exports: list[str] = positional("files that the page exported, one of each annotator")
+    a: str = option("", "responses of A, as for the sheet")
+    b: str = option("", "responses of B, as for the sheet")
+    seed: int = option(0, "of the sheet")
+    out: str = option("", "JSON file to write as well")
 
 
 def sha256(*parts):
@@ -170,3 +188,33 @@ def tally_table(summary):
              f"\n{'scores, 1 to 5':32}{'mean A':>8}{'mean B':>14}{'alpha':>8}"]
     lines += [f"{row:32}{number(s['a']):>8}{number(s['b']):>14}{number(s['alpha']):>8}" for row, s in summary["scores"].items()]
     return "\n".join(lines)
+
+
+# --- evaluate.py sheet and tally ---
+
+def write_sheet(args):
+    """A page on which annotators rate A's and B's replies blind (paper, appendix E)."""
+    out = Path(args.out)
+    check(not out.exists(), f"--out {out} exists; choose another name")
+    a, b = read_responses(args.a), read_responses(args.b)
+    html, name, pairs = page(a, b, args.seed)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(html, "utf-8")
+    print(f"wrote {out}: sheet {name}, {pairs} pairs ({len(a.keys() | b.keys()) - pairs} contexts left out); give each annotator "
+          f"a copy, and keep both files and --seed {args.seed} for tally")
+
+
+def tally_exports(args):
+    """Unblind the annotators' exports: wins of A, mean scores, agreement."""
+    check(args.a and args.b, "--a and --b: name the two responses files of the sheet")
+    name, pairs = draw_pairs(read_responses(args.a), read_responses(args.b), args.seed)
+    exports, files = {}, {}
+    for file in args.exports:
+        annotator, ratings = read_export(file, name, pairs)
+        same = annotator.casefold()
+        check(same not in files, f"{file}: annotator {annotator!r} is in {files.get(same)} already; give one export of each")
+        exports[annotator], files[same] = ratings, file
+    summary = tally(exports, name, pairs)
+    if args.out:
+        write_json(args.out, summary)
+    print(tally_table(summary) + (f"\n\nwrote {args.out}" if args.out else ""))

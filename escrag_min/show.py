@@ -9,19 +9,32 @@ that it cannot pass for a line of ours.
 """
 import html
 import math
+import os
+import shutil
+import sys
 import textwrap
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
-from escrag_min.args import check
+from escrag_min.args import check, option, positional
 from escrag_min.chat import split_think
-from escrag_min.data import read_jsonl
+from escrag_min.data import in_run, read_jsonl
 
 TEMPLATE = Path(__file__).with_name("show.html")
 WHO = {"user": "client", "assistant": "counselor", "system": "system"}
 COLOURS = {"head": "1", "dim": "2", "good": "32", "bad": "31", "mark": "33"}      # of a kind; on a page it is a class
 NEEDED = "\n\u200c\u200d"       # invisible, but writing needs them: new line, Persian's non-joiner, joined emoji
+
+
+@dataclass
+class Show:
+    file: str = positional("run folder of train_grpo.py, its samples.jsonl, or a responses file of respond")
+    step: int | None = option(None, "only this step's")
+    id: str = option("", "only this dialogue state's")
+    limit: int | None = option(None, "so many, from the first")
+    reasoning: bool = option(False, "the reasoning too, not only how many words it has")
+    html: str = option("", "write a page to this file instead, ending in .html; one that is there is replaced")
 
 
 def clean(text):
@@ -171,3 +184,23 @@ def block_html(b, reasoning):
     folded = f'<details{" open" if reasoning else ""}>{thought}</details>' if b.reasoning else ""
     said = f'<p dir="auto">{b.text}</p>' if b.text else ""
     return f'<div class="{b.kind}{best}"><header><b>{b.label}</b>{facts}</header>{folded}{said}</div>\n'
+
+
+def show_rollouts(args):
+    """Rollouts to read: both passes, exemplars with similarity, rewards and advantages of the group, best reward first."""
+    path, chosen = in_run(args.file, "samples.jsonl"), (args.step, args.id, args.limit)
+    if args.html:
+        out = Path(args.html)
+        check(out.suffix == ".html", f"--html {out} must end in .html")
+        rollouts = read_rollouts(path, safe_html, *chosen)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(as_page(rollouts, path, args.reasoning), "utf-8")
+        print(f"wrote {out}: {count(len(rollouts), 'rollout')}")
+        return
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    width = max(40, min(100, shutil.get_terminal_size((100, 24)).columns))
+    text = "\n".join(as_text(*rollout, width, colour, args.reasoning) for rollout in read_rollouts(path, clean, *chosen))
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:         # its reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,9 +2,22 @@ import math
 
 import pytest
 
-from escrag_min.judging import (DEFAULT_METRICS, METRICS, average, bootstrap_interval, correlation, holm, pairwise_summary,
-                                paired_bootstrap, parse_preference, parse_scores, perspective_means, reply_statistics, settle,
-                                wilson_interval)
+from escrag_min.judging import (
+    DEFAULT_METRICS,
+    METRICS,
+    average,
+    bootstrap_interval,
+    correlation,
+    holm,
+    paired_bootstrap,
+    pairwise_summary,
+    parse_preference,
+    parse_scores,
+    perspective_means,
+    reply_statistics,
+    settle,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize("text, score", [

@@ -1,9 +1,9 @@
 import pytest
 import torch
+from conftest import small_config, waves
 
 from escrag_min.packing import pack, split_into_packs, tree_size
 from escrag_min.qwen2 import Qwen2
-from conftest import small_config, waves
 
 TREES = [([5, 6, 7], [[8, 9], [10]]), ([11], [[12, 13, 14]]), ([20, 21], [])]
 

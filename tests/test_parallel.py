@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from escrag_min import parallel
 from escrag_min.qwen2 import Qwen2
 
-
 if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 8):
     pytest.skip("several ranks on a CPU need a newer torch", allow_module_level=True)
 

@@ -5,8 +5,8 @@ import pytest
 
 import build_pref
 from escrag_min.data import read_records
-from escrag_min.judging import DEFAULT_METRICS, METRICS
 from escrag_min.journal import Answer, Journal
+from escrag_min.judging import DEFAULT_METRICS, METRICS
 from escrag_min.llm import ScriptedWriter
 from escrag_min.preference import collect, dominates, select_pair, similarity
 from escrag_min.prompts import candidate_prompt, client_prompt, compare_prompt, score_prompt

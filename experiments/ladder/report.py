@@ -1,0 +1,261 @@
+"""The ladder's numbers, and docs/results.md from them:
+
+    python experiments/ladder/report.py --out runs/ladder       collect results.json from the runs, then write the tables
+    python experiments/ladder/report.py                         only the tables, again from results.json
+
+results.json holds ids and numbers, no word of ESConv; of the project's own contexts it holds the answers too. A table stands in
+docs/results.md between <!-- NAME --> and <!-- /NAME -->; the text around it is written by hand.
+"""
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+from run import LADDER, ROWS, SIDES  # noqa: E402
+
+from escrag_min.data import SAMPLES, read_jsonl, read_records  # noqa: E402
+from escrag_min.encoder import TfidfEncoder  # noqa: E402
+from escrag_min.evaluation import against_above, number  # noqa: E402
+from escrag_min.judging import bootstrap_interval, correlation, paired_bootstrap, reply_statistics, wilson_interval  # noqa: E402
+from escrag_min.plots import matplotlib_pyplot, moving_average  # noqa: E402
+
+RESULTS, DOC = HERE / "results.json", ROOT / "docs/results.md"
+CURVES = ("reward", "reward_model_score", "kl", "entropy", "response_tokens", "well_formed", "truncated", "retrieval_similarity",
+          "sample_tokens_per_s", "seconds_sampling", "seconds_reward", "seconds_update")
+JUDGES = ("gold", "reward")
+NAMES = {"base": "base", "base-rag": "+ RAG", "sft": "cold-start SFT", "grpo": "vanilla GRPO",
+         "grpo-rag": "vanilla GRPO + RAG at inference", "full": "full: RAG-GRPO"}
+
+
+# --- collect ---
+
+def lines(path):
+    return [record for record, _ in read_jsonl(path)]
+
+
+def scores(folder):
+    return {s["id"]: s["average"] for s in lines(folder / "scores.jsonl")}
+
+
+def grams(text, n=4):
+    words = re.findall(r"[\w'’]+", text.lower())
+    return [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
+
+
+def copied(record):
+    """Share of a reply's 4-word sequences that stand in an exemplar it was shown; None without exemplars or sequences."""
+    shown, own = {g for e in record["exemplars"] for g in grams(e["reply"])}, grams(record["reply"])
+    return sum(g in shown for g in own) / len(own) if shown and own else None
+
+
+def collect(out):
+    results = {"torch": torch.__version__, "threads": torch.get_num_threads(),
+               "stages": json.loads((out / "stages.json").read_text()), "rows": {}, "pairs": [], "curves": {}, "own": [],
+               "opinion": {}}
+    for name, policy, n in ROWS:
+        if not (out / f"scores-{name}-reward/scores.jsonl").exists():
+            continue
+        records = lines(out / f"responses-{name}.jsonl")
+        by = {judge: scores(out / f"scores-{name}-{judge}") for judge in JUDGES}
+        results["rows"][name] = {
+            "policy": policy, "n": n, "text": reply_statistics(records) | {"commonest_opening": ""},
+            "contexts": [{"id": r["id"], "dialogue_id": r["dialogue_id"], **{judge: by[judge][r["id"]] for judge in JUDGES},
+                          "words": len(r["reply"].split()), "well_formed": r["well_formed"], "finished": r["finished"],
+                          "copied": copied(r), "similarity": r["exemplars"][0]["score"] if r["exemplars"] else None}
+                         for r in records]}
+    if all((out / f"valid-{side}-{judge}/scores.jsonl").exists() for side in SIDES for judge in JUDGES):
+        results["pairs"] = pair_scores(out)
+    for run in sorted(p.parent.name for p in out.glob("*/metrics.jsonl")):
+        rows = lines(out / run / "metrics.jsonl")
+        results["curves"][run] = {k: [row.get(k) for row in rows] for k in (*CURVES, "loss", "held_out_loss", "held_out_accuracy")
+                                  if any(row.get(k) is not None for row in rows)}
+    for name in LADDER:
+        if (out / f"opinion-{name}/scores.jsonl").exists():
+            results["opinion"][name] = [{"id": s["id"], "average": s["average"], "scores": s["scores"]}
+                                        for s in lines(out / f"opinion-{name}/scores.jsonl")]
+    answers = {name: {r["id"]: r for r in lines(out / f"own-{name}.jsonl")} for name in LADDER
+               if (out / f"own-{name}.jsonl").exists()}
+    for context in next(iter(answers.values()), {}).values():
+        results["own"].append({"id": context["id"], "prompt": context["prompt"],
+                               "answers": {name: {k: a[context["id"]][k] for k in ("reasoning", "reply", "initial", "exemplars")}
+                                           for name, a in answers.items()}})
+    RESULTS.write_text(json.dumps(results, ensure_ascii=False, indent=1) + "\n", "utf-8")
+
+
+def pair_scores(out):
+    """The validation pairs: both models' scores, lengths, and similarity of each reply to the dialogue."""
+    by = {(judge, side): scores(out / f"valid-{side}-{judge}") for judge in JUDGES for side in SIDES}
+    sides = [lines(out / f"valid-{side}.jsonl") for side in SIDES]
+    encoder = TfidfEncoder().fit([e["chosen"] for e in read_records(SAMPLES / "preferences.jsonl", "preference")])
+    pairs = []
+    for records in zip(*sides):
+        dialogue = " ".join(m["content"] for m in records[0]["prompt"])
+        vectors = encoder.encode([dialogue, *(r["reply"] for r in records)])
+        pairs.append({"id": records[0]["id"], "dialogue_id": records[0]["dialogue_id"],
+                      **{judge: [by[judge, side][r["id"]] for side, r in zip(SIDES, records)] for judge in JUDGES},
+                      "words": [len(r["reply"].split()) for r in records], "tfidf": (vectors[1:] @ vectors[0]).tolist()})
+    return pairs
+
+
+# --- tables ---
+
+def markdown(head, rows):
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def interval(low, high, form=".2f"):
+    return f"[{number(low, form)}, {number(high, form)}]"
+
+
+def mean(values):
+    values = [v for v in values if v is not None]
+    return sum(values) / len(values) if values else None
+
+
+def pair_table(results):
+    """Accuracy on the validation pairs; equal scores count half for the two rules, not at all for a reward model."""
+    rows = []
+    for name, what in (("reward", "training reward model"), ("gold", "gold reward model"), ("words", "the longer reply wins"),
+                       ("tfidf", "the reply more similar to the dialogue (TF-IDF) wins")):
+        ties = 0.5 if name in ("words", "tfidf") else 0.0
+        right = sum(1 if good > bad else ties * (good == bad) for good, bad in (p[name] for p in results["pairs"]))
+        n = len(results["pairs"])
+        rows.append([what, f"{right / n:.3f}", interval(*wilson_interval(right, n), ".3f"), n])
+    return markdown(["", "accuracy", "95% (Wilson)", "pairs"], rows)
+
+
+def row_numbers(row):
+    """What a row of responses looks like, beside its rewards."""
+    contexts, text = row["contexts"], row["text"]
+    return [number(mean(c["reward"] for c in contexts)), f"{text['words']:.0f}", number(text["question_rate"]),
+            number(text["early_advice_rate"]), number(text["distinct_2"]), f"{mean(c['well_formed'] for c in contexts):.2f}",
+            number(mean(c["copied"] for c in contexts))]
+
+
+LOOKS = ["training reward", "words", "questions", "early advice", "distinct-2", "well-formed", "copied"]
+
+
+def gold(row):
+    values, dialogues = zip(*((c["gold"], c["dialogue_id"]) for c in row["contexts"]))
+    return f"{mean(values):.2f}", interval(*bootstrap_interval(values, dialogues))
+
+
+def ladder_table(results):
+    """The six rows, each against the one above: gold reward, paired bootstrap by dialogue, Holm over the five."""
+    names = [name for name in LADDER if name in results["rows"]]
+    scored = {name: [{**c, "average": c["gold"]} for c in results["rows"][name]["contexts"]] for name in names}
+    rows = []
+    for name, gap in zip(names, against_above(names, scored)):
+        row, gap = results["rows"][name], gap or {}
+        rows.append([NAMES[name], row["n"], *gold(row), number(gap.get("difference"), "+.2f"),
+                     interval(gap["low"], gap["high"]) if gap else "-", number(gap.get("p_holm"), ".3f"), *row_numbers(row)])
+    return markdown(["", "n", "gold reward", "95%", "vs above", "95%", "p (Holm)", *LOOKS], rows)
+
+
+def sweep_table(results):
+    rows = [results["rows"][name] for name, policy, _ in ROWS if policy == "rag-grpo" and name in results["rows"]]
+    return markdown(["n", "gold reward", "95%", *LOOKS],
+                    [[row["n"], *gold(row), *row_numbers(row)] for row in sorted(rows, key=lambda r: r["n"])])
+
+
+def against(results, here, other, judge="gold"):
+    a, b = ({c["id"]: c for c in results["rows"][name]["contexts"]} for name in (here, other))
+    return paired_bootstrap([a[i][judge] for i in a], [b[i][judge] for i in a], [a[i]["dialogue_id"] for i in a])
+
+
+def hypothesis_table(results):
+    rows = []
+    for what, here, other in (("H1: RAG-GRPO - cold start", "full", "sft"), ("vanilla GRPO - cold start", "grpo", "sft"),
+                              ("H3: RAG-GRPO - vanilla GRPO + RAG", "full", "grpo-rag")):
+        if {here, other} <= set(results["rows"]):
+            for judge in JUDGES:
+                gap = against(results, here, other, judge)
+                rows.append([what, judge, number(gap["difference"], "+.2f"), interval(gap["low"], gap["high"]),
+                             number(gap["p"], ".3f")])
+    return markdown(["", "by", "difference", "95%", "p"], rows)
+
+
+def opinion_table(results):
+    """qwen05 as judge on the first contexts of each row: what it could be read on, and whether it agrees with the gold reward."""
+    rows = []
+    for name, judged in results["opinion"].items():
+        golds = {c["id"]: c["gold"] for c in results["rows"][name]["contexts"]}
+        read = [s for s in judged if s["average"] is not None]
+        numbers = [v for s in judged for v in s["scores"].values()]
+        rows.append([NAMES[name], number(mean(s["average"] for s in judged)), f"{len(read)} of {len(judged)}",
+                     f"{mean(v is not None for v in numbers):.0%}",
+                     number(correlation([s["average"] for s in read], [golds[s["id"]] for s in read]) if read else None)])
+    return markdown(["", "average (0-10)", "complete", "scores read", "correlation with gold"], rows)
+
+
+def curve_table(results):
+    """Means of the first and the last ten steps of each GRPO run."""
+    rows = []
+    for run, curve in results["curves"].items():
+        if "reward" in curve:
+            rows += [[run, len(curve["reward"]), when, *(number(mean(curve.get(k, [])[part])) for k in CURVES[:8])]
+                     for when, part in (("first 10", slice(10)), ("last 10", slice(-10, None)))]
+    return markdown(["run", "steps", "mean of", *(k.replace("_", " ") for k in CURVES[:8])], rows)
+
+
+def cost_table(results):
+    rows = [[name, f"{sum(stage['seconds']) / 60:.0f} min", len(stage["seconds"]), f"`{stage['command']}`"]
+            for name, stage in results["stages"].items()]
+    return markdown(["stage", "wall time", "starts", "command"], rows)
+
+
+def answers(results):
+    """The project's own contexts, answered by every row."""
+    parts = []
+    for context in results["own"]:
+        parts += [f"**{context['id']}**", *(f"> {'client' if m['role'] == 'user' else 'counselor'}: {m['content']}  "
+                                            for m in context["prompt"]), ""]
+        for name, a in context["answers"].items():
+            reply = " ".join(a["reply"].split()) or "(no reply)"
+            parts.append(f"- {NAMES[name]}: {reply}")
+        parts.append("")
+    return "\n".join(parts).strip()
+
+
+TABLES = {"pairs": pair_table, "ladder": ladder_table, "hypotheses": hypothesis_table, "sweep": sweep_table, "curves": curve_table,
+          "opinion": opinion_table, "cost": cost_table, "answers": answers}
+
+
+def plot(results):
+    """Reward of the GRPO runs, thin: each step, thick: mean of the last ten."""
+    pyplot = matplotlib_pyplot()
+    if pyplot is None:
+        return
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    for i, (run, curve) in enumerate((r, c) for r, c in results["curves"].items() if "reward" in c):
+        axes.plot(curve["reward"], color=f"C{i}", alpha=0.3, linewidth=0.8)
+        axes.plot(moving_average(curve["reward"], 10), color=f"C{i}", label=run)
+    axes.set(xlabel="step", ylabel="reward (standardised, penalised)")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(DOC.parent / "results-reward.png", dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the runs' folder, to collect from")
+    args = parser.parse_args()
+    if args.out:
+        collect(args.out)
+    results = json.loads(RESULTS.read_text("utf-8"))
+    text = DOC.read_text("utf-8")
+    for name, make in TABLES.items():
+        block = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        text = block.sub(lambda found: f"{found[1]}{make(results)}\n{found[2]}", text)
+    DOC.write_text(text, "utf-8")
+    plot(results)
+
+
+if __name__ == "__main__":
+    main()
