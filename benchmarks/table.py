@@ -94,7 +94,9 @@ def main():
                 print(growth_table([keep(run_growth(name, args.model, args.runs), "-growth")]), flush=True)
             else:
                 print(table([keep(run(name, args.model, args.runs))]).splitlines()[-1], flush=True)
-    print(table(kept()), growth_table(kept(growth=True)), sep="\n\n")
+    print(table(kept()))
+    if kept(growth=True):
+        print("\n" + growth_table(kept(growth=True)))
 
 
 if __name__ == "__main__":
