@@ -111,7 +111,8 @@ def main(argv=None):
     (train, same), (held_out, same_too) = (usable_pairs([tree for tree, _ in part]) for part in (train, held_out))
     check(train and held_out, f"{args.data}: no pair is left to train on or to measure with")
     model = load(RewardModel, args.model).train()
-    model.model.checkpoint_blocks, model.max_length = checkpointed(args, model.config), args.max_length
+    model.model.checkpoint_blocks = checkpointed(args, model.config)
+    model.max_length = args.max_length
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
     run.start(model, optimizer)

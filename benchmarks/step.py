@@ -6,12 +6,12 @@ Checked: on what TRL sampled and scored, our gradient is TRL's.
 """
 import torch
 from common import compare, flops, options, peer
-from trl_peer import gradient_difference, grpo_trainer
+from trl_peer import gradient_difference, grpo_trainer, updater
+from update import grpo_gradient
 
 from escrag_min.chat import Tokenizer
 from escrag_min.data import SAMPLES, read_records
-from escrag_min.grpo import group_advantages, grpo_loss, token_weights
-from escrag_min.packing import pack
+from escrag_min.grpo import group_advantages
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
@@ -33,15 +33,11 @@ def main():
     state = min(read_records(SAMPLES / "preferences.jsonl", "prompt"), key=lambda r: len(str(r["prompt"])))
     optimizer = make_optimizer(model, 1e-9)
 
-    def gradient(prompt, responses, advantages):
-        packed = pack([(prompt, responses)])
-        logp = model.log_probs(packed, vocab_size=len(tokenizer))
-        grpo_loss(logp, logp.detach(), advantages[packed.response], token_weights(packed.lengths()))[0].backward()
-
     def ours():
         rollout, = two_pass_rollout(model, tokenizer, [state], index, GROUP, 3, reply, generator=torch.Generator().manual_seed(0))
         scores = score_replies(reward_model, tokenizer, [(state["prompt"], [r.text for r in rollout.responses])])
-        gradient(rollout.prompt, [r.tokens for r in rollout.responses], group_advantages(torch.tensor(scores))[0])
+        grpo_gradient(model, len(tokenizer), rollout.prompt, [r.tokens for r in rollout.responses],
+                      group_advantages(torch.tensor(scores))[0])
         update(model, optimizer, 1e-9)
         return rollout.prompt
 
@@ -52,10 +48,7 @@ def main():
         scorer = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=1, dtype=torch.float32)
         scorer.score.weight.data.copy_(reward_model.score.weight.data)
         trainer = grpo_trainer(args.model, GROUP, reply, scorer, generation_kwargs={"min_new_tokens": reply})
-        trainer.current_gradient_accumulation_steps = 1
-        trainer.create_optimizer()
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 1e-9
+        step = updater(trainer)
         rows = [{"prompt": tokenizer.decode(prompt, keep_control=True)}] * GROUP
 
         def backward():
@@ -66,12 +59,11 @@ def main():
 
         def trl():
             backward()
-            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
+            step()
         inputs = backward()
         assert inputs["completion_mask"].sum() == GROUP * reply
-        gradient(inputs["prompt_ids"][0].tolist(), inputs["completion_ids"].tolist(), inputs["advantages"])
+        grpo_gradient(model, len(tokenizer), inputs["prompt_ids"][0].tolist(), inputs["completion_ids"].tolist(),
+                      inputs["advantages"])
         checked = f"gradients on the same rollouts differ by {gradient_difference(model, trainer):.1e} of their norm; " \
                   f"prompts of {len(prompt)} and {inputs['prompt_ids'].shape[1]} tokens"
         model.zero_grad(), trainer.model.zero_grad()

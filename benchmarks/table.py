@@ -95,8 +95,8 @@ def main():
             else:
                 print(table([keep(run(name, args.model, args.runs))]).splitlines()[-1], flush=True)
     print(table(kept()))
-    if kept(growth=True):
-        print("\n" + growth_table(kept(growth=True)))
+    if growth := kept(growth=True):
+        print("\n" + growth_table(growth))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,12 @@ def grpo_trainer(folder, group, reply, reward_model=None, **settings):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = GRPOConfig(per_device_train_batch_size=group, num_generations=group, max_completion_length=reply, beta=0.0,
                         logging_steps=1, learning_rate=1e-6, loss_type="grpo", **settings, **SETTINGS)
-    return GRPOTrainer(model=model, reward_funcs=reward_model or (lambda completions, **_: [0.0] * len(completions)), args=config,
-                       train_dataset=Dataset.from_list([{"prompt": "hi"}]), processing_class=AutoTokenizer.from_pretrained(folder),
-                       reward_processing_classes=AutoTokenizer.from_pretrained(folder) if reward_model else None)
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=reward_model or (lambda completions, **_: [0.0] * len(completions)), args=config,
+        train_dataset=Dataset.from_list([{"prompt": "hi"}]), processing_class=AutoTokenizer.from_pretrained(folder),
+        reward_processing_classes=AutoTokenizer.from_pretrained(folder) if reward_model else None)
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
 
 
 def gradient_difference(model, trainer):
@@ -28,15 +31,25 @@ def gradient_difference(model, trainer):
     return share
 
 
+def updater(trainer):
+    """Give a trainer its optimizer, at a rate that changes nothing -> a function that clips, takes a step and clears."""
+    trainer.create_optimizer()
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 1e-9
+
+    def step():
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    return step
+
+
 def update_contender(trainer, rows, model, gradient):
     """A trainer's update on one batch -> (function that makes it, how it was seen to compute what ours does).
 
     model, gradient: ours, and the function that leaves its gradient and returns its loss.
     """
-    batch = trainer.data_collator(rows)
-    trainer.create_optimizer()
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = 1e-9
+    batch, step = trainer.data_collator(rows), updater(trainer)
 
     def backward():
         loss = trainer.compute_loss(trainer.model, dict(batch))
@@ -46,9 +59,7 @@ def update_contender(trainer, rows, model, gradient):
     def trl():
         trainer.model.train()
         backward()
-        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        step()
     one, other = gradient(), backward()
     assert abs(one - other) < 1e-3 * one, f"losses differ: {one}, {other}"
     share = gradient_difference(model, trainer)

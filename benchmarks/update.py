@@ -16,6 +16,13 @@ PROMPT, GROUP, REPLY = 480, 8, 128
 ADVANTAGES = [1.2, -0.4, 0.3, -1.1, 0.8, -0.9, 0.5, -0.4]
 
 
+def grpo_gradient(model, words, prompt, replies, advantages):
+    """Add the gradient of GRPO's loss at its first inner step, for one prompt's replies (ids) and their advantages [G]."""
+    packed = pack([(prompt, replies)])
+    logp = model.log_probs(packed, vocab_size=words)
+    grpo_loss(logp, logp.detach(), advantages[packed.response], token_weights(packed.lengths()))[0].backward()
+
+
 def main():
     args = options(__doc__).parse_args()
     prompt, reply = PROMPT * args.scale, REPLY * args.scale
@@ -25,15 +32,11 @@ def main():
 
     def ours():
         model.zero_grad()
-        packed = pack([(prompt_ids, replies)])
-        logp = model.log_probs(packed, vocab_size=len(tokenizer))
-        weight = token_weights(packed.lengths())
-        grpo_loss(logp, logp.detach(), advantages[packed.response], weight)[0].backward()
+        grpo_gradient(model, len(tokenizer), prompt_ids, replies, advantages)
 
     contenders, checked = {"ours": ours}, "not checked: no peer"
     if peer(args, "trl"):
         trainer = grpo_trainer(args.model, GROUP, reply)
-        trainer.current_gradient_accumulation_steps = 1
         inputs = {"prompt_ids": torch.tensor([prompt_ids] * GROUP), "prompt_mask": torch.ones(GROUP, prompt, dtype=torch.long),
                   "completion_ids": torch.tensor(replies), "completion_mask": torch.ones(GROUP, reply, dtype=torch.long),
                   "advantages": advantages, "num_items_in_batch": torch.tensor(GROUP * reply)}

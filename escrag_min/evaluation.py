@@ -97,9 +97,6 @@ def summarise(scored, metrics):
 
     Every mean is over the responses that have the number; "complete" says how many have all of them.
     """
-    def mean(values):
-        values = [v for v in values if v is not None]
-        return sum(values) / len(values) if values else None
     if scored and "reward" in scored[0]["scores"]:
         by_metric, by_view = {"reward": mean(s["scores"]["reward"] for s in scored)}, {}
     else:
@@ -125,6 +122,17 @@ def judge_table(summary):
     lines.append(f"{summary['complete']} of {summary['n']} responses have every score; {summary['failure_rate']:.1%} of the scores "
                  "are missing")
     return "\n".join(lines)
+
+
+def mean(values):
+    """Of those that are not missing; None where all are."""
+    values = [v for v in values if v is not None]
+    return sum(values) / len(values) if values else None
+
+
+def markdown_table(head, rows):
+    """A Markdown table of strings."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def number(value, form=".2f"):
@@ -213,7 +221,7 @@ def ladder_table(rows, markdown=False):
             number(text["words"], ".0f"), number(text["question_rate"]), number(text["early_advice_rate"]),
             number(text["distinct_2"])])
     if markdown:
-        return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
+        return markdown_table(head, lines)
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     return "\n".join("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths)))
                      for line in [head, *lines])

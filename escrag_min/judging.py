@@ -275,18 +275,26 @@ ADVICE = re.compile(r"\b(?:you (?:should|need to|must|have to|ought to)|try (?:t
                     r"(?:suggest|recommend)|make sure|have you (?:tried|considered)|you could)\b", re.IGNORECASE)
 
 
+def words_of(text):
+    return re.findall(r"[\w'’]+", text.lower())
+
+
+def ngrams(words, n):
+    return [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
+
+
 def reply_statistics(records):
     """Records with "reply" and "prompt" -> words, question rate, advice in first turns, distinct-1/2, commonest opening.
 
     first turns: at most one counselor turn before. distinct-n: different n-grams per n-gram over all replies.
     """
     replies = [r["reply"] for r in records]
-    words = [re.findall(r"[\w'’]+", reply.lower()) for reply in replies]
+    words = [words_of(reply) for reply in replies]
     first = [r["reply"] for r in records if sum(m["role"] == "assistant" for m in r["prompt"]) <= 1]
     openings = Counter(" ".join(w[:3]) for w in words if w)
 
     def distinct(n):
-        grams = [tuple(w[i:i + n]) for w in words for i in range(len(w) - n + 1)]
+        grams = [gram for w in words for gram in ngrams(w, n)]
         return len(set(grams)) / len(grams) if grams else None
     opening, times = openings.most_common(1)[0] if openings else ("", 0)
     return {

@@ -10,7 +10,7 @@ import json
 import re
 
 from escrag_min.data import SAMPLES, read_records
-from escrag_min.judging import ADVICE, METRICS
+from escrag_min.judging import ADVICE, METRICS, words_of
 from escrag_min.llm import ScriptedWriter
 
 STOCK = ("I don't really know where to start.", "It has been like this for weeks now.", "Nobody around me seems to notice.",
@@ -24,7 +24,7 @@ def wobble(*parts):
 
 def quality(reply):
     """0-10 from word counts: not a judgement."""
-    words = re.findall(r"[\w'’]+", reply.lower())
+    words = words_of(reply)
     share = {w: sum(word == w or word.startswith(w + "'") for word in words) / max(len(words), 1) for w in ("you", "i")}
     return 5 + 12 * share["you"] - 15 * share["i"] + 1.5 * reply.rstrip().endswith("?") - 2.5 * bool(ADVICE.search(reply))
 

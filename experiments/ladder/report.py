@@ -21,9 +21,10 @@ from run import LADDER, ROWS, SIDES  # noqa: E402
 
 from escrag_min.data import SAMPLES, read_jsonl, read_records  # noqa: E402
 from escrag_min.encoder import TfidfEncoder  # noqa: E402
-from escrag_min.evaluation import against_above, number  # noqa: E402
-from escrag_min.judging import bootstrap_interval, correlation, paired_bootstrap, reply_statistics, wilson_interval  # noqa: E402
-from escrag_min.plots import matplotlib_pyplot, moving_average  # noqa: E402
+from escrag_min.evaluation import against_above, markdown_table, mean, number  # noqa: E402
+from escrag_min.judging import (  # noqa: E402
+    bootstrap_interval, correlation, ngrams, paired_bootstrap, reply_statistics, wilson_interval, words_of)
+from escrag_min.plots import matplotlib_pyplot, plot_runs  # noqa: E402
 
 RESULTS, DOC = HERE / "results.json", ROOT / "docs/results.md"
 CURVES = ("reward", "reward_model_score", "kl", "entropy", "response_tokens", "well_formed", "truncated", "retrieval_similarity",
@@ -43,9 +44,8 @@ def scores(folder):
     return {s["id"]: s["average"] for s in lines(folder / "scores.jsonl")}
 
 
-def grams(text, n=4):
-    words = re.findall(r"[\w'’]+", text.lower())
-    return [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
+def grams(text):
+    return ngrams(words_of(text), 4)
 
 
 def copied(record):
@@ -105,17 +105,8 @@ def pair_scores(out):
 
 # --- tables ---
 
-def markdown(head, rows):
-    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in [head, ["---"] * len(head), *rows])
-
-
 def interval(low, high, form=".2f"):
     return f"[{number(low, form)}, {number(high, form)}]"
-
-
-def mean(values):
-    values = [v for v in values if v is not None]
-    return sum(values) / len(values) if values else None
 
 
 def pair_table(results):
@@ -126,8 +117,8 @@ def pair_table(results):
         ties = 0.5 if name in ("words", "tfidf") else 0.0
         right = sum(1 if good > bad else ties * (good == bad) for good, bad in (p[name] for p in results["pairs"]))
         n = len(results["pairs"])
-        rows.append([what, f"{right / n:.3f}", interval(*wilson_interval(right, n), ".3f"), n])
-    return markdown(["", "accuracy", "95% (Wilson)", "pairs"], rows)
+        rows.append([what, f"{right / n:.3f}", interval(*wilson_interval(right, n), ".3f"), str(n)])
+    return markdown_table(["", "accuracy", "95% (Wilson)", "pairs"], rows)
 
 
 def row_numbers(row):
@@ -153,15 +144,15 @@ def ladder_table(results):
     rows = []
     for name, gap in zip(names, against_above(names, scored)):
         row, gap = results["rows"][name], gap or {}
-        rows.append([NAMES[name], row["n"], *gold(row), number(gap.get("difference"), "+.2f"),
+        rows.append([NAMES[name], str(row["n"]), *gold(row), number(gap.get("difference"), "+.2f"),
                      interval(gap["low"], gap["high"]) if gap else "-", number(gap.get("p_holm"), ".3f"), *row_numbers(row)])
-    return markdown(["", "n", "gold reward", "95%", "vs above", "95%", "p (Holm)", *LOOKS], rows)
+    return markdown_table(["", "n", "gold reward", "95%", "vs above", "95%", "p (Holm)", *LOOKS], rows)
 
 
 def sweep_table(results):
     rows = [results["rows"][name] for name, policy, _ in ROWS if policy == "rag-grpo" and name in results["rows"]]
-    return markdown(["n", "gold reward", "95%", *LOOKS],
-                    [[row["n"], *gold(row), *row_numbers(row)] for row in sorted(rows, key=lambda r: r["n"])])
+    return markdown_table(["n", "gold reward", "95%", *LOOKS],
+                    [[str(row["n"]), *gold(row), *row_numbers(row)] for row in sorted(rows, key=lambda r: r["n"])])
 
 
 def against(results, here, other, judge="gold"):
@@ -178,7 +169,7 @@ def hypothesis_table(results):
                 gap = against(results, here, other, judge)
                 rows.append([what, judge, number(gap["difference"], "+.2f"), interval(gap["low"], gap["high"]),
                              number(gap["p"], ".3f")])
-    return markdown(["", "by", "difference", "95%", "p"], rows)
+    return markdown_table(["", "by", "difference", "95%", "p"], rows)
 
 
 def opinion_table(results):
@@ -191,7 +182,7 @@ def opinion_table(results):
         rows.append([NAMES[name], number(mean(s["average"] for s in judged)), f"{len(read)} of {len(judged)}",
                      f"{mean(v is not None for v in numbers):.0%}",
                      number(correlation([s["average"] for s in read], [golds[s["id"]] for s in read]) if read else None)])
-    return markdown(["", "average (0-10)", "complete", "scores read", "correlation with gold"], rows)
+    return markdown_table(["", "average (0-10)", "complete", "scores read", "correlation with gold"], rows)
 
 
 def curve_table(results):
@@ -199,15 +190,15 @@ def curve_table(results):
     rows = []
     for run, curve in results["curves"].items():
         if "reward" in curve:
-            rows += [[run, len(curve["reward"]), when, *(number(mean(curve.get(k, [])[part])) for k in CURVES[:8])]
+            rows += [[run, str(len(curve["reward"])), when, *(number(mean(curve.get(k, [])[part])) for k in CURVES[:8])]
                      for when, part in (("first 10", slice(10)), ("last 10", slice(-10, None)))]
-    return markdown(["run", "steps", "mean of", *(k.replace("_", " ") for k in CURVES[:8])], rows)
+    return markdown_table(["run", "steps", "mean of", *(k.replace("_", " ") for k in CURVES[:8])], rows)
 
 
 def cost_table(results):
-    rows = [[name, f"{sum(stage['seconds']) / 60:.0f} min", len(stage["seconds"]), f"`{stage['command']}`"]
+    rows = [[name, f"{sum(stage['seconds']) / 60:.0f} min", str(len(stage["seconds"])), f"`{stage['command']}`"]
             for name, stage in results["stages"].items()]
-    return markdown(["stage", "wall time", "starts", "command"], rows)
+    return markdown_table(["stage", "wall time", "starts", "command"], rows)
 
 
 def answers(results):
@@ -228,18 +219,11 @@ TABLES = {"pairs": pair_table, "ladder": ladder_table, "hypotheses": hypothesis_
 
 
 def plot(results):
-    """Reward of the GRPO runs, thin: each step, thick: mean of the last ten."""
-    pyplot = matplotlib_pyplot()
-    if pyplot is None:
-        return
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    for i, (run, curve) in enumerate((r, c) for r, c in results["curves"].items() if "reward" in c):
-        axes.plot(curve["reward"], color=f"C{i}", alpha=0.3, linewidth=0.8)
-        axes.plot(moving_average(curve["reward"], 10), color=f"C{i}", label=run)
-    axes.set(xlabel="step", ylabel="reward (standardised, penalised)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(DOC.parent / "results-reward.png", dpi=120)
+    """Reward of the GRPO runs, one over the other."""
+    runs = {run: [{"step": i, "reward": r} for i, r in enumerate(curve["reward"], start=1)]
+            for run, curve in results["curves"].items() if "reward" in curve}
+    if runs and matplotlib_pyplot():
+        plot_runs(runs, DOC.parent / "results-reward.png")
 
 
 def main():
