@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from escrag_min.data import SAMPLES, read_jsonl, read_records, split_by_dialogue, write_jsonl  # noqa: E402
 
 SEED = 0
-PAIRS_A, PAIRS_B, PAIRS_VALID = 1200, 1500, 300
+PAIRS_A, PAIRS_B, PAIRS_VALID = 800, 800, 300
 SECOND_OPINION = 30     # contexts that the qwen05 judge sees
 ROWS = [                # name, policy, exemplars at inference: the ladder, then the sweep
     ("base", "base", 0), ("base-rag", "base", 3), ("sft", "sft", 0), ("grpo", "grpo", 0), ("grpo-rag", "grpo", 3),
@@ -32,7 +32,7 @@ LADDER = [name for name, *_ in ROWS[:6]]
 def prepare(esconv, out):
     """ESConv's split and our samples as the files of the plan."""
     def fits(record):       # an over-long turn would leave no room for the rest
-        return len(record["prompt"][-1]["content"]) < 600 and len(record["chosen"]) < 400
+        return len(record["prompt"][-1]["content"]) < 400 and len(record["chosen"]) < 320
     pairs = read_records(esconv / "train.jsonl", "preference", seed=SEED)
     half_a, half_b = ([r for r in half if fits(r)] for half in split_by_dialogue(pairs, 0.5, SEED))
     rng = random.Random(SEED)
@@ -58,7 +58,7 @@ def stages(models, esconv, out, rehearse):
     def reward(name, pairs, seed):
         return (name, f"{name}/model/config.json",
                 ["train_rm.py", "--model", models / "smol", "--data", out / pairs, "--epochs", 1, "--batch-size", 16, "--lr", 1e-4,
-                 "--max-length", 320, "--held-out", 0.05, "--eval-every", 20, "--save-every", 10, "--tokens-per-batch", 2048,
+                 "--max-length", 224, "--held-out", 0.05, "--eval-every", 20, "--save-every", 10, "--tokens-per-batch", 2048,
                  "--seed", seed, "--out", out / name, "--resume", *few])
 
     def sft(name, model, epochs, lr):
@@ -67,11 +67,11 @@ def stages(models, esconv, out, rehearse):
                  "--batch-size", 8, "--lr", lr, "--tokens-per-batch", 1024, "--save-every", 10, "--seed", SEED,
                  "--out", out / name, "--resume", *few])
 
-    def grpo(name, start, n, steps, prompts, group, new):
+    def grpo(name, start, n, steps):
         return (name, f"{name}/model/config.json",
                 ["train_grpo.py", "--model", out / start / "model", "--reward-model", out / "reward/model", "--data",
-                 out / "states.jsonl", "--retrieve", n, "--steps", steps, "--prompts-per-step", prompts, "--group-size", group,
-                 "--max-new-tokens", new, "--max-prompt", 640, "--tokens-per-batch", 1600, "--lr", 1e-5, "--beta", 0.02,
+                 out / "states.jsonl", "--retrieve", n, "--steps", steps, "--prompts-per-step", 1, "--group-size", 6,
+                 "--max-new-tokens", 96, "--max-prompt", 640, "--tokens-per-batch", 1600, "--lr", 2e-5, "--beta", 0.02,
                  "--stop-reward", 1.0, "--save-every", 5, "--seed", SEED, "--out", out / name, "--resume", *few])
 
     def judge(name, responses, judge):
@@ -85,18 +85,18 @@ def stages(models, esconv, out, rehearse):
                  "--max-prompt", 1024, "--batch-size", 20, "--out", out / f"{name}.jsonl"])
     judges = {name: f"rm:{out / name / 'model'}" for name in ("reward", "gold")}
     contexts = ("--data", esconv / "test.jsonl", "--limit", 4 if rehearse else 100)
-    rows = [sft("sft", "smol", 3, 5e-5),
+    rows = [sft("sft", "smol", 2, 5e-5),
             reward("reward", "pairs.jsonl", 1),
-            grpo("rag-grpo", "sft", 3, 150, 2, 8, 64),
+            grpo("rag-grpo", "sft", 3, 150),
             reward("gold", "pairs-gold.jsonl", 2),
-            grpo("grpo", "sft", 0, 169, 2, 8, 64)]
+            grpo("grpo", "sft", 0, 175)]
     rows += [judge(f"valid-{side}-{name}", f"valid-{side}.jsonl", rm) for side in SIDES for name, rm in judges.items()]
     for name, policy, n in ROWS:
         rows.append(respond(f"responses-{name}", policy, n, *contexts))
         rows += [judge(f"scores-{name}-{by}", f"responses-{name}.jsonl", rm) for by, rm in judges.items()]
     rows += [respond(f"own-{name}", policy, n, "--limit", 5) for name, policy, n in ROWS if name in LADDER]
     rows += [sft("qwen-sft", "qwen05", 1, 2e-5),
-             grpo("qwen-rag-grpo", "qwen-sft", 3, 30, 1, 6, 48)]
+             grpo("qwen-rag-grpo", "qwen-sft", 3, 30)]
     rows += [judge(f"opinion-{name}", f"some-{name}.jsonl", models / "qwen05") for name in LADDER]
     return [(name, out / done, [str(word) for word in command]) for name, done, command in rows]
 
