@@ -71,7 +71,7 @@ def stages(models, esconv, out, rehearse):
         return (name, f"{name}/model/config.json",
                 ["train_grpo.py", "--model", out / start / "model", "--reward-model", out / "reward/model", "--data",
                  out / "states.jsonl", "--retrieve", n, "--steps", steps, "--prompts-per-step", 1, "--group-size", 6,
-                 "--max-new-tokens", 96, "--max-prompt", 640, "--tokens-per-batch", 1600, "--lr", 2e-5, "--beta", 0.02,
+                 "--max-new-tokens", 96, "--max-prompt", 640, "--tokens-per-batch", 1600, "--lr", 1e-5, "--beta", 0.02,
                  "--stop-reward", 1.0, "--save-every", 5, "--seed", SEED, "--out", out / name, "--resume", *few])
 
     def judge(name, responses, judge):
