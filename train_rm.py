@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from escrag_min.args import check, option, run_script
+from escrag_min.args import about, check, option, run_script
 from escrag_min.chat import Tokenizer, split_think
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
 from escrag_min.memory import checkpointed
@@ -39,7 +39,8 @@ class Args(RunArgs):
 def pair_tree(tokenizer, record, max_length):
     """A pair as ((dialogue ids, [chosen ids, rejected ids]), old turns dropped): the replies as the client would see them."""
     replies = [split_think(record[key])[1] for key in ("chosen", "rejected")]
-    return reward_tree(tokenizer, record["prompt"], replies, max_length)
+    with about(f"{record['id']}, --max-length {max_length}"):
+        return reward_tree(tokenizer, record["prompt"], replies, max_length)
 
 
 def usable_pairs(trees):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from escrag_min.args import check, option, run_script
+from escrag_min.args import about, check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
 from escrag_min.memory import checkpointed
@@ -41,7 +41,8 @@ def demonstration_tree(tokenizer, record, max_length):
     """A demonstration as ((prompt ids, [reply ids]), old turns dropped): pass 1's prompt, the reasoned reply, its end of turn."""
     reply = tokenizer.reply_ids(record["completion"])
     check(len(reply) < max_length, f"{record['id']}: the completion alone has {len(reply)} tokens, --max-length is {max_length}")
-    prompt, dropped = fitted_ids(tokenizer, policy_prompt, record["prompt"], max_length - len(reply))
+    with about(f"{record['id']}, --max-length {max_length}"):
+        prompt, dropped = fitted_ids(tokenizer, policy_prompt, record["prompt"], max_length - len(reply))
     return (prompt, [reply]), dropped
 
 

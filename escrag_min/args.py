@@ -60,6 +60,15 @@ def check(ok, message):
         raise ValueError(message)
 
 
+@contextlib.contextmanager
+def about(what):
+    """A ValueError raised inside begins with what it is about: a record, an option."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
 def run_script(main):
     """Run main(); bad input ends in one sentence and exit status 2, Ctrl-C in one line and 130.
 

@@ -132,6 +132,8 @@ def bad_file(tmp_path, text):
     (("train_sft.py", "--data", "none.jsonl"), "none.jsonl: no such file"),
     (("train_sft.py", "--data", "BAD"), "bad.jsonl:2: not a JSON object"),
     (("train_rm.py", "--data", "EMPTY"), "empty.jsonl: holds no records"),
+    (("train_rm.py", "--model", "TINY", "--data", "PAIR", "--max-length", "60"), "pair-1, --max-length 60: the prompt has"),
+    (("train_sft.py", "--model", "TINY", "--data", "DEMO", "--max-length", "60"), "demo-1, --max-length 60: the prompt has"),
     (("train_rm.py", "--learning-rate", "1"), "unrecognized arguments: --learning-rate"),
     (("train_grpo.py", "--group-size", "1"), "--group-size 1"),
     (("train_grpo.py", "--temperature", "0"), "--temperature 0.0"),
@@ -151,13 +153,19 @@ def test_bad_input_is_one_sentence_case12_case14_case16(tiny, tmp_path, monkeypa
     (tmp_path / "bad.jsonl").write_text('{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]}\n{"prompt": \n')
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "word " * 200}]}))
+    said = {"prompt": [{"role": "user", "content": "word " * 200}]}
+    pair = {"chosen": [{"role": "assistant", "content": "y"}], "rejected": [{"role": "assistant", "content": "n"}]}
+    for name, record in (("pair", {**said, **pair}), ("demo", {**said, "completion": pair["chosen"]})):
+        lines = [json.dumps({"id": f"{name}-{i}", "dialogue_id": str(i), **record}) for i in (1, 2)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "llama" / name).write_bytes((tiny / name).read_bytes())
     (tmp_path / "used").mkdir()
     (tmp_path / "used/notes.txt").write_text("mine")
-    names = {"BAD": "bad.jsonl", "EMPTY": "empty.jsonl", "LONG": "long.jsonl", "LLAMA": "llama", "USED": "used"}
+    names = {"BAD": "bad.jsonl", "EMPTY": "empty.jsonl", "LONG": "long.jsonl", "LLAMA": "llama", "USED": "used", "PAIR": "pair.jsonl",
+             "DEMO": "demo.jsonl"}
     command = [str(tmp_path / names[c]) if c in names else str(tiny) if c == "TINY" else c for c in command]
     if command[0].startswith("train") and "--out" not in command:
         command += ["--out", str(tmp_path / "run")]
