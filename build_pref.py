@@ -1,10 +1,13 @@
-"""ESC-Preference (paper §3): from role cards to scored dialogues, preference pairs and cold-start demonstrations.
+"""ESC-Preference (paper §3): from role cards to scored dialogues, preference
+pairs and cold-start demonstrations.
 
     python build_pref.py --writer Qwen/Qwen2.5-7B-Instruct --out runs/pref
-    python build_pref.py --writer https://host/v1 --api-model NAME --out runs/pref      (key in $OPENAI_API_KEY)
+    python build_pref.py --writer https://host/v1 --api-model NAME \\
+        --out runs/pref                                # key in $OPENAI_API_KEY
 
-Without --writer a scripted stand-in plays every role: it shows the machinery, its dialogues are no data.
-Kill it anywhere and run the same command again: every finished call is in journal.jsonl and is not asked again.
+Without --writer a scripted stand-in plays every role: it shows the machinery,
+its dialogues are no data. Kill it anywhere and run the same command again:
+every finished call is in journal.jsonl and is not asked again.
 """
 import json
 from dataclasses import dataclass

@@ -1,17 +1,28 @@
-"""Responses of a checkpoint, their scores, and a talk with it (paper §4, D at inference: the same two passes, no update).
+"""Responses of a checkpoint, their scores, and a talk with it (paper §4, D at
+inference: the same two passes, no update).
 
-    python evaluate.py respond --model runs/grpo/model --data contexts.jsonl --out responses.jsonl
-    python evaluate.py judge   --responses responses.jsonl --judge JUDGE --out runs/judged
-    python evaluate.py compare --a ours.jsonl --b theirs.jsonl --judge JUDGE --out runs/compared
-    python evaluate.py ladder  --base M0 --sft M1 --grpo M2 --rag-grpo M3 --judge JUDGE --out runs/ladder
+    python evaluate.py respond --model runs/grpo/model --data contexts.jsonl \\
+        --out ours.jsonl
+    python evaluate.py judge   --responses ours.jsonl --judge JUDGE \\
+        --out runs/judged
+    python evaluate.py compare --a ours.jsonl --b theirs.jsonl --judge JUDGE \\
+        --out runs/compared
+    python evaluate.py ladder  --base M0 --sft M1 --grpo M2 --rag-grpo M3 \\
+        --judge JUDGE --out runs/ladder
     python evaluate.py chat    --model runs/grpo/model
-    python evaluate.py sheet   ours.jsonl theirs.jsonl --out sheet.html          human evaluation: the page for annotators
-    python evaluate.py tally   ratings-*.json --a ours.jsonl --b theirs.jsonl    and what they found
-    python evaluate.py show    runs/grpo --step 10 --html step-10.html           read rollouts; without --html, in the terminal
-    python evaluate.py plot    runs/grpo runs/grpo0 --out plot.png               metrics of runs, one over the other
 
-JUDGE: a Qwen-2.5 folder or Hub id, an OpenAI-compatible endpoint's URL (with --api-model; key in $OPENAI_API_KEY), rm:FOLDER
-for a reward model, or scripted, a stand-in that only counts words. A killed run goes on when the same command is given again.
+    human evaluation: the page for annotators, and what they found
+    python evaluate.py sheet   ours.jsonl theirs.jsonl --out sheet.html
+    python evaluate.py tally   ratings-*.json --a ours.jsonl --b theirs.jsonl
+
+    rollouts to read (--html for a page); metrics of runs, one over the other
+    python evaluate.py show    runs/grpo --step 10
+    python evaluate.py plot    runs/grpo runs/grpo0 --out plot.png
+
+JUDGE: a Qwen-2.5 folder or Hub id, an OpenAI-compatible endpoint's URL (with
+--api-model; key in $OPENAI_API_KEY), rm:FOLDER for a reward model, or
+scripted, a stand-in that only counts words. A killed run goes on when the same
+command is given again.
 """
 import argparse
 import re

@@ -1,21 +1,27 @@
 """Retrieval-augmented GRPO (paper §3 and D, Algorithm 1).
 
     for each step:
-        x_1..x_P                     dialogue states
-        y₀ -> exemplars -> y_1..y_G  two-pass rollout                        rollout.two_pass_rollout
-        r_i                          reward model on the reply               rewards
-        A_i = (r_i - mean) / std     within the group of x                   grpo.group_advantages
-        μ times:  -Σ w·(min(ρA, clip(ρ)A) - β·KL), AdamW                     grpo.grpo_loss
+        x_1..x_P                    dialogue states
+        y₀ -> exemplars -> y_1..y_G two-pass rollout    rollout.py
+        r_i                         reward model        score
+        A_i = (r_i - mean) / std    within x's group    grpo.group_advantages
+        μ times: -Σ w·(min(ρA, clip(ρ)A) - β·KL), AdamW grpo.grpo_loss
 
-    python train_grpo.py --model runs/sft/model --reward-model runs/rm/model --exemplars preferences.jsonl --out runs/grpo
-    torchrun --nproc_per_node=2 train_grpo.py --preset grpo-3b --model runs/sft/model --reward-model runs/rm/model
+    python train_grpo.py --model runs/sft/model \\
+        --reward-model runs/rm/model --exemplars preferences.jsonl
+    torchrun --nproc_per_node=2 train_grpo.py --preset grpo-3b \\
+        --model runs/sft/model --reward-model runs/rm/model --out runs/grpo
 
-Where we fix what the paper leaves open (README, "the paper says / we chose / why"):
-  1. one initial response serves the group, so that all G final responses answer one prompt (--initial rollout: one each)
-  2. the reward model sees the reply without its reasoning; its score is standardised with its own training statistics
-  3. a small penalty for a broken format; a response without any reply gets a fixed low reward
+Where we fix what the paper leaves open (README, "the paper says / we chose"):
+  1. one initial response serves the group, so that all G final responses
+     answer one prompt (--initial rollout: one each)
+  2. the reward model sees the reply without its reasoning; its score is
+     standardised with its own training statistics
+  3. a small penalty for a broken format; a response without any reply gets a
+     fixed low reward
   4. no KL term by default; no reference model is loaded then
-  5. logp_old comes from the trainer's own forward pass, at the sampling temperature
+  5. logp_old comes from the trainer's own forward pass, at the sampling
+     temperature
 """
 import json
 import math

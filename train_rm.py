@@ -1,9 +1,13 @@
-"""The reward model (paper §3): a scalar head on Qwen-2.5, by Bradley-Terry on preference pairs.
+"""The reward model (paper §3): a scalar head on Qwen-2.5, by Bradley-Terry on
+preference pairs.
 
-    for each step:  batch of pairs -> packs of (dialogue, [chosen, rejected]) -> two scores -> -log σ(r⁺ - r⁻) -> AdamW
+    for each step:
+        batch of pairs -> packs of (dialogue, [chosen, rejected])
+        two scores -> -log σ(r⁺ - r⁻) -> AdamW
 
-    python train_rm.py --model Qwen/Qwen2.5-7B-Instruct --data preferences.jsonl --out runs/rm
-    torchrun --nproc_per_node=2 train_rm.py --preset rm-7b --data preferences.jsonl --out runs/rm
+    python train_rm.py --model Qwen/Qwen2.5-7B-Instruct \\
+        --data preferences.jsonl --out runs/rm
+    torchrun --nproc_per_node=2 train_rm.py --preset rm-7b --out runs/rm
 """
 import math
 import time

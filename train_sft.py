@@ -1,9 +1,12 @@
 """Cold start (paper §3): teach the policy to reason in three stages, then reply.
 
-    for each step:  batch of demonstrations -> packs of (prompt, [reasoned reply]) -> log-probs -> Σ w·nll -> AdamW
+    for each step:
+        batch of demonstrations -> packs of (prompt, [reasoned reply])
+        log-probs -> Σ w·nll -> AdamW
 
-    python train_sft.py --model Qwen/Qwen2.5-3B-Instruct --data demonstrations.jsonl --out runs/sft
-    torchrun --nproc_per_node=2 train_sft.py --preset sft-3b --data demonstrations.jsonl --out runs/sft
+    python train_sft.py --model Qwen/Qwen2.5-3B-Instruct \\
+        --data demonstrations.jsonl --out runs/sft
+    torchrun --nproc_per_node=2 train_sft.py --preset sft-3b --out runs/sft
 """
 import math
 import time

@@ -1,9 +1,12 @@
 """All benchmarks, one after another, and their table:
 
-    ./run bench --model FOLDER                      run, keep the JSON lines in benchmarks/results/, print the table
+    ./run bench --model FOLDER      run, keep the JSON lines in
+                                    benchmarks/results/, print the table
     ./run bench --model FOLDER --workloads G8,RM --runs 3
-    ./run bench --model FOLDER --growth             ours alone at 1, 2 and 4 times the size
-    ./run bench --print                             the tables of what is kept, as the README has them
+    ./run bench --model FOLDER --growth
+                                    ours alone at 1, 2 and 4 times the size
+    ./run bench --print             the tables of what is kept, as the README
+                                    has them
 """
 import argparse
 import json

@@ -1,7 +1,9 @@
 """The whole pipeline in miniature, on a CPU, with nothing to download: ./run demo
 
-Everything runs through the same scripts as for real. Only the model is a toy: 1.3M random parameters that see a few hundred
-short texts. Its replies are word salad; what the demo shows is that each stage works and that GRPO raises the reward.
+Everything runs through the same scripts as for real. Only the model is a toy:
+1.3M random parameters that see a few hundred short texts. Its replies are word
+salad; what the demo shows is that each stage works and that GRPO raises the
+reward.
 """
 import argparse
 import shutil

@@ -1,6 +1,7 @@
-"""A checkpoint of a run as a Hugging Face folder, by one process, one file of the folder at a time:
+"""A checkpoint of a run as a Hugging Face folder, by one process, one file of
+the folder at a time:
 
-    python -m escrag_min.export runs/grpo/checkpoints/step-000020 --out exported
+    python -m escrag_min.export runs/grpo/checkpoints/latest --out exported
 """
 import argparse
 from pathlib import Path

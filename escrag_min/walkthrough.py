@@ -1,11 +1,15 @@
-"""One dialogue state followed through Algorithm 1 (paper §3 and D), with every number on the way.
+"""One dialogue state followed through Algorithm 1 (paper §3 and D), with every
+number on the way.
 
-    python -m escrag_min.walkthrough                          # a tiny random model and the built-in samples: a few seconds
-    python -m escrag_min.walkthrough --model FOLDER --reward-model FOLDER --max-new-tokens 80 --state 12
+    python -m escrag_min.walkthrough        # a tiny random model: a few seconds
+    python -m escrag_min.walkthrough --model FOLDER --reward-model FOLDER \\
+        --max-new-tokens 80 --state 12
 
-What no model computes follows by hand from the numbers before it, as docs/walkthrough.md shows. `walk` computes with the
-functions that train_grpo.py calls, on a CPU in float32, and returns plain data; `tell` prints it. Unlike a training run (ours):
-one state, few and short responses, β above 0, and a learning rate so large that the second inner step is clipped.
+What no model computes follows by hand from the numbers before it, as
+docs/walkthrough.md shows. `walk` computes with the functions that train_grpo.py
+calls, on a CPU in float32, and returns plain data; `tell` prints it. Unlike a
+training run (ours): one state, few and short responses, β above 0, and a
+learning rate so large that the second inner step is clipped.
 """
 import contextlib
 import math
@@ -215,5 +219,9 @@ def wrapped(text):
     return "\n".join(textwrap.fill(line, 96, initial_indent="  ", subsequent_indent="  ") for line in text.strip().split("\n"))
 
 
+def main(argv=None):
+    print(tell(walk(parse(Args, __doc__, argv))))
+
+
 if __name__ == "__main__":
-    run_script(lambda: print(tell(walk(parse(Args, __doc__)))))
+    run_script(main)

@@ -10,10 +10,12 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 
+import build_pref
 import evaluate
 import train_grpo
 import train_rm
 import train_sft
+from escrag_min import walkthrough
 from escrag_min.args import run_script
 from escrag_min.qwen2 import Qwen2
 from escrag_min.reward import RewardModel
@@ -177,11 +179,16 @@ def test_bad_input_is_one_sentence_case12_case14_case16(tiny, tmp_path, monkeypa
     assert stop.value.code == 2 and words in message and command[0] in message
 
 
-@pytest.mark.parametrize("script", [train_sft, train_rm, train_grpo, evaluate])
-def test_help_says_what_is_the_papers_and_what_is_ours(script, capsys):
+@pytest.mark.parametrize("script, command", [
+    (train_sft, ()), (train_rm, ()), (train_grpo, ()), (build_pref, ()), (walkthrough, ()), (evaluate, ()),
+    *((evaluate, (name,)) for name in ("respond", "judge", "compare", "ladder", "chat", "sheet", "tally", "show", "plot"))])
+def test_help_fits_80_columns_and_says_what_is_the_papers(script, command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
-        script.main(["--help"])
-    assert stop.value.code == 0 and "paper" in capsys.readouterr().out
+        script.main([*command, "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and [line for line in text.splitlines() if len(line) > 80] == []
+    assert command or "paper" in text
 
 
 def test_a_script_ends_with_one_sentence_and_status_2(tmp_path):

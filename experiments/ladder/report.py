@@ -1,10 +1,13 @@
 """The ladder's numbers, and docs/results.md from them:
 
-    python experiments/ladder/report.py --out runs/ladder       collect results.json from the runs, then write the tables
-    python experiments/ladder/report.py                         only the tables, again from results.json
+    python experiments/ladder/report.py --out runs/ladder
+        collect results.json from the runs, then write the tables
+    python experiments/ladder/report.py
+        only the tables, again from results.json
 
-results.json holds ids and numbers, no word of ESConv; of the project's own contexts it holds the answers too. A table stands in
-docs/results.md between <!-- NAME --> and <!-- /NAME -->; the text around it is written by hand.
+results.json holds ids and numbers, no word of ESConv; of the project's own
+contexts it holds the answers too. A table stands in docs/results.md between
+<!-- NAME --> and <!-- /NAME -->; the text around it is written by hand.
 """
 import argparse
 import json

@@ -1,11 +1,13 @@
-"""The ladder on real weights, from the project's own commands (plan.md says why each number is what it is):
+"""The ladder on real weights, from the project's own commands (plan.md says why
+each number is what it is):
 
-    python experiments/ladder/run.py --models FOLDER --esconv FOLDER --out runs/ladder                    # all, in order
-    python experiments/ladder/run.py --models FOLDER --esconv FOLDER --out runs/ladder --only sft,reward
-    python experiments/ladder/report.py --out runs/ladder                                                 # docs/results.md
+    python experiments/ladder/run.py --models FOLDER --esconv FOLDER
+    python experiments/ladder/run.py … --only sft,reward          # some stages
+    python experiments/ladder/report.py --out runs/ladder   # docs/results.md
 
---models holds smol/ and qwen05/. Stop it at any time: the same command goes on where it was. Each stage's output is in
-OUT/STAGE.log, its command and the wall time of each of its starts in OUT/stages.json.
+--models holds smol/ and qwen05/. Stop it at any time: the same command goes on
+where it was. Each stage's output is in OUT/STAGE.log, its command and the wall
+time of each of its starts in OUT/stages.json.
 """
 import argparse
 import json
