@@ -1,4 +1,4 @@
-"""What the README says is there is there, and its commands run."""
+"""What the README says is there is there, and its commands and those of docs/ run."""
 import ast
 import importlib.util
 import json
@@ -11,23 +11,24 @@ import sys
 import pytest
 from conftest import ROOT
 
-from escrag_min.data import SAMPLES, read_records, write_jsonl
+from escrag_min.data import SAMPLES
 from escrag_min.evaluation import read_responses
 from escrag_min.sheet import draw_pairs
 
 README = (ROOT / "README.md").read_text("utf-8")
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TINY = {     # what makes a command of the README small enough for a test
+PAGES = ("README.md", "docs/evaluation.md", "docs/running.md")      # whose commands run, in this order
+TINY = {     # what makes a command of a page small enough for a test
     "train_sft.py": "--steps 1 --limit 8 --batch-size 2 --tokens-per-batch 1024 --max-length 1024",
     "train_rm.py": "--steps 1 --limit 8 --batch-size 2 --tokens-per-batch 1024 --max-length 1024",
     "train_grpo.py": "--steps 1 --limit 4 --prompts-per-step 1 --group-size 2 --max-new-tokens 4 --max-prompt 1000 --tokens-per-batch 1024",
-    "build_pref.py": "--limit 12", "respond": "--limit 2 --max-new-tokens 4", "ladder": "--limit 2 --max-new-tokens 4"}
-ELSEWHERE = ("./run demo", "./run test", "./run bench", "torchrun", "--writer")        # in tests of their own
+    "build_pref.py": "--limit 12", "respond": "--limit 4 --max-new-tokens 12 --temperature 1", "ladder": "--limit 2 --max-new-tokens 4"}
+ELSEWHERE = ("./run demo", "./run test", "./run bench", "torchrun", "--writer", "escrag_min.export")        # in tests of their own
 
 
 def commands():
-    """Indented lines of the README that run something: continued lines joined, comments off."""
-    text = re.sub(r" *\\\n *", " ", README)
+    """Indented lines of the pages that run something: continued lines joined, comments off."""
+    text = re.sub(r" *\\\n *", " ", "\n".join((ROOT / page).read_text("utf-8") for page in PAGES))
     found = [line.strip().split("  #")[0].strip() for line in text.splitlines() if line.startswith("    ")]
     return [c for c in found if c.startswith(("./run ", "python "))]
 
@@ -83,28 +84,25 @@ def test_the_picture_names_what_there_is():
             assert all(part in known | names for part in parts), word
 
 
-def by_hand(folder):
-    """The files a reader brings: two responses files and annotators' exports, pairs, role cards, a second policy."""
-    states = read_records(SAMPLES / "contexts.jsonl", "prompt")[:3]
-    for name, reply in (("ours", "What was that like?"), ("theirs", "You should sleep more.")):
-        write_jsonl(folder / f"{name}.jsonl", [{k: s[k] for k in ("id", "dialogue_id", "prompt")} | {"reply": reply} for s in states])
+def annotate(folder):
+    """What two annotators of the sheet would export."""
     sheet, _ = draw_pairs(*(read_responses(folder / f"{name}.jsonl") for name in ("ours", "theirs")), seed=0)
     for name in ("ana", "ben"):
         ratings = {"p001": {"Client": {"first": 4, "second": 2, "preference": "first"}}}
         (folder / f"ratings-{name}.json").write_text(json.dumps({"sheet": sheet, "annotator": name, "ratings": ratings}))
-    shutil.copy(SAMPLES / "preferences.jsonl", folder)
 
 
 def test_the_commands_run_in_the_order_of_the_page(tiny, tmp_path):
     """One after another in one folder, as a reader would, made small: what one writes, the next ones read."""
-    by_hand(tmp_path)
+    shutil.copy(SAMPLES / "preferences.jsonl", tmp_path)
     env = {**os.environ, "VIRTUAL_ENV": sys.prefix}
     run = [c for c in commands() if not any(word in c for word in ELSEWHERE)]
-    run.insert(0, "./run train_grpo.py --retrieve 0 --out runs/grpo0")        # said in a comment
     assert len(run) > 12
     for command in run:
         if " plot " in command and importlib.util.find_spec("matplotlib") is None:
             continue
+        if " tally " in command:
+            annotate(tmp_path)
         script = next((name for name in TINY if f" {name} " in command), None)
         small = re.sub(r"Qwen/[\w.-]+", str(tiny), command) + " " + (TINY[script] if script and "--plan" not in command else "")
         small = re.sub(r"(?<=\s)(rm:)?(runs/|[\w-]+\.(?:jsonl?|html))", rf"\1{tmp_path}/\2", small)
