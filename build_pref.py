@@ -63,6 +63,8 @@ def open_writers(args):
 def main(argv=None):
     args = parse(Args, __doc__, argv)
     check(args.candidates >= 2, f"--candidates {args.candidates}: a pair needs at least 2")
+    check(args.limit is None or args.limit >= 1, f"--limit {args.limit} must be at least 1")
+    check(args.rule != "margin" or args.margin > 0, f"--margin {args.margin}: with --rule margin it must be above 0")
     cards = read_cards(args.cards)[:args.limit or (None if args.writer else 12)]
     out = resumable_folder(args.out, "build_pref", args, ("workers", "key_env"))
     writers = open_writers(args)

@@ -25,9 +25,10 @@ scripted, a stand-in that only counts words. A killed run goes on when the same
 command is given again.
 """
 import argparse
+import hashlib
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ from escrag_min.judging import DEFAULT_METRICS, METRICS, reply_statistics
 from escrag_min.parallel import frozen_dtype, load
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
-from escrag_min.reward import RewardModel, score_replies
+from escrag_min.reward import load_reward_model, score_replies
 from escrag_min.rollout import two_pass_rollout
 from escrag_min.runs import resumable_folder
 from escrag_min.safety import HELP_TEXT, NOTICE, crisis_signal
@@ -150,22 +151,31 @@ def response_record(rollout, args):
             "tokens": len(final.tokens), "initial": rollout.initial and rollout.initial.text,
             "exemplars": [{"id": h.exemplar["id"], "score": round(h.score, 4), "reply": h.exemplar["chosen"]}
                           for h in rollout.exemplars],
-            "turns_dropped": rollout.turns_dropped, "model": args.model, "retrieve": args.retrieve}
+            "turns_dropped": rollout.turns_dropped, "made_by": settings(args)}
+
+
+def settings(args):
+    """What a response depends on beside its context."""
+    return {f.name: getattr(args, f.name) for f in fields(Policy)}
 
 
 def respond(args):
     """One JSON line a context: both passes, exemplars with similarity, and the reply."""
     out = Path(args.out)
     check(not out.exists(), f"--out {out} exists; choose another name")
+    check(args.batch_size >= 1, f"--batch-size {args.batch_size} must be at least 1")
     states = read_records(args.data, "prompt", args.limit, args.seed, flagged=True)
     part = out.with_name(out.name + ".part")        # what a killed run had answered, to go on with
     records = read_finished(part)
-    same = all((r["model"], r["retrieve"]) == (args.model, args.retrieve) for r in records)
+    check(len({s["id"] for s in states}) == len(states), f"{args.data}: two contexts have the same id")
+    same = all(r["made_by"] == settings(args) for r in records)
     check(same and [r["id"] for r in records] == [s["id"] for s in states[:len(records)]],
           f"{part} holds answers of another command; remove it, or choose another --out")
     responder = Responder(args)
     part.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(part, records)
+    finished = out.with_name(out.name + ".new")
+    write_jsonl(finished, records)      # without a last line that was cut
+    finished.replace(part)
     for start in range(len(records), len(states), args.batch_size):
         batch = states[start:start + args.batch_size]
         answers = [{**{k: v for k, v in state.items() if k not in ANSWERS}, **response_record(rollout, args)}
@@ -174,11 +184,10 @@ def respond(args):
         records += answers
         print(f"{len(records)} of {len(states)} answered", file=sys.stderr)
     if args.reward_model:
-        scores = score_replies(load(RewardModel, args.reward_model, frozen_dtype()),
-                               Tokenizer.from_pretrained(args.reward_model), [(r["prompt"], [r["reply"]]) for r in records])
+        scores = score_replies(load_reward_model(args.reward_model), Tokenizer.from_pretrained(args.reward_model),
+                               [(r["prompt"], [r["reply"]]) for r in records], args.max_prompt + args.max_new_tokens)
         for record, (value,) in zip(records, scores):
             record["reward"] = value
-    finished = out.with_name(out.name + ".new")
     write_jsonl(finished, records)
     finished.rename(out)
     part.unlink()
@@ -205,9 +214,12 @@ def chat(args):
             continue
         dialogue.append({"role": "user", "content": said})
         final = responder([{"prompt": dialogue, "id": "chat", "dialogue_id": "chat"}])[0].responses[0]
-        reply = final.reply or "(no reply: the model never finished its reasoning)"
-        print(f"\ncounselor> {reply}\n")
-        dialogue.append({"role": "assistant", "content": reply})
+        if not final.reply:     # nobody said anything: it is not part of the dialogue, nor is what it would have answered
+            dialogue.pop()
+            print("\n(no reply: the model never finished its reasoning; say it again, or otherwise)\n")
+            continue
+        print(f"\ncounselor> {final.reply}\n")
+        dialogue.append({"role": "assistant", "content": final.reply})
 
 
 def start_judging(args, script):
@@ -252,7 +264,8 @@ def climb_ladder(args):
     out, judge, journal, metrics = start_judging(args, "ladder")
     table, scored = [], {}
     for name, folder, n in rows:
-        file = out / f"responses-{re.sub('[^a-z0-9]+', '-', Path(folder).as_posix().lower()).strip('-')}-n{n}.jsonl"
+        digest = hashlib.sha256(folder.encode()).hexdigest()[:6]        # two paths may look alike without their other characters
+        file = out / f"responses-{re.sub('[^a-z0-9]+', '-', folder.lower()).strip('-')}-{digest}-n{n}.jsonl"
         if not file.exists():       # two rows of the same checkpoint and n share a file
             shared = {k: getattr(args, k) for k in ("data", "limit", "exemplars", "encoder", "max_new_tokens", "max_prompt",
                                                     "temperature", "batch_size", "seed")}

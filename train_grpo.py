@@ -18,7 +18,7 @@ Where we fix what the paper leaves open (README, "the paper says / we chose"):
   2. the reward model sees the reply without its reasoning; its score is
      standardised with its own training statistics
   3. a small penalty for a broken format; a response without any reply gets a
-     fixed low reward
+     fixed low reward (and the penalty)
   4. no KL term by default; no reference model is loaded then
   5. logp_old comes from the trainer's own forward pass, at the sampling
      temperature
@@ -56,7 +56,7 @@ from escrag_min.parallel import (
 from escrag_min.presets import parse_run
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
-from escrag_min.reward import RewardModel, score_replies
+from escrag_min.reward import load_reward_model, score_replies
 from escrag_min.rollout import shortest_prompt, two_pass_rollout
 from escrag_min.runs import Run, RunArgs
 from escrag_min.tiny import model_or_tiny, tiny_reward_model
@@ -84,15 +84,15 @@ class Args(RunArgs):
     beta: float = option(0.0, "weight of the KL to the starting policy (ours: 0)")
     clip_low: float = option(0.2, "ε_low (ours)")
     clip_high: float = option(0.2, "ε_high (ours)")
-    weighting: str = option("response", "how tokens are weighted (ours: response, as GRPO)", ("response", "token", "constant"))
-    scale_advantage: bool = option(True, "divide by the group's std (GRPO) or only centre (Dr. GRPO)")
+    weighting: str = option("response", "weight of a token: response 1/(R·length) (GRPO), token 1/(sum of lengths) (DAPO), "
+                            "constant 1/(R·max-new-tokens) (Dr. GRPO) (ours: response)", ("response", "token", "constant"))
+    scale_advantage: bool = option(True, "divide by the group's std (GRPO), or only centre (Dr. GRPO) (ours: divide)")
     format_penalty: float = option(0.5, "taken off the reward where the reasoning format is broken (ours)")
     truncated: str = option("keep", "responses cut at --max-new-tokens: keep, or drop from group and loss (ours)",
                             ("keep", "drop"))
     lr: float = option(1e-6, "peak learning rate (ours)")
     save_every: int = option(20, "checkpoint every so many steps")
     held_out: float = option(0.0, "share of the dialogues kept to measure the reward of greedy responses; 0: none")
-    eval_every: int = option(20, "measure it every so many steps")
     stop_kl: float = option(0.0, "stop where the mean KL of the last 10 steps is above this; 0: never (needs --beta)")
     stop_reward: float = option(0.0, "stop where the mean reward of the last 10 steps is this much below its best; 0: never")
     sample_every: int = option(10, "write the step's rollouts to samples.jsonl every so many steps; 0: never")
@@ -104,6 +104,7 @@ def check_args(args):
                                 "none at 0; it must be above 0 (0 is for evaluate.py)")
     check_batch("--prompts-per-step", args.prompts_per_step, "prompts (not replies)")
     check(args.inner_steps >= 1, f"--inner-steps {args.inner_steps} must be at least 1")
+    check(not args.keep_best or args.held_out, "--keep-best needs --held-out above 0: without it nothing is measured")
     check(not args.stop_kl or args.beta, "--stop-kl needs --beta above 0: without it no KL is measured")
     check(args.retrieve >= 0, f"--retrieve {args.retrieve} must be 0 or more")
     check(not args.train_initial or args.initial == "rollout" and args.retrieve > 0,
@@ -166,10 +167,10 @@ def micro_batches(trees, advantages, args, device):
     responses, tokens = (int(n) for n in total(len(lengths), sum(lengths)))
     values, batches = iter(advantages), []
     for micro, real in even(split_into_packs(trees, args.tokens_per_batch, split_trees=True)):  # keeps the order of the responses
-        here = torch.tensor([len(ids) for _, branches in micro for ids in branches])
-        advantage = torch.tensor([next(values) if real else 0.0 for _ in here]).repeat_interleave(here)
-        weight = real * token_weights(here, args.weighting, args.max_new_tokens, max(responses, 1), tokens)
-        batches.append((pack(micro).to(device), advantage.to(device), weight.to(device), real))
+        packed = pack(micro)
+        advantage = torch.tensor([next(values) if real else 0.0 for _ in packed.last])[packed.response]            # [R] -> [N]
+        weight = real * token_weights(packed.lengths(), args.weighting, args.max_new_tokens, max(responses, 1), tokens)
+        batches.append((packed.to(device), advantage.to(device), weight.to(device), real))
     return batches
 
 
@@ -211,7 +212,7 @@ def main(argv=None):
           f"--max-prompt + --max-new-tokens is {args.max_prompt + args.max_new_tokens}; {args.model} has "
           f"{policy.config.max_position_embeddings} positions")
     reference = load(Qwen2, args.model, frozen_dtype()) if args.beta else None
-    reward_model = load(RewardModel, args.reward_model, frozen_dtype())
+    reward_model = load_reward_model(args.reward_model)
     optimizer = make_optimizer(policy, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(states) / args.prompts_per_step)
     run.start(policy, optimizer)
@@ -222,19 +223,19 @@ def main(argv=None):
         with compute_dtype(device):
             return model.log_probs(packed, args.temperature, len(tokenizer), **options)                  # [N]
 
-    def rollout(states, group_size, temperature, initial, generators=None):
+    def rollout(states, group_size, temperature, initial, generators=None, interruptible=False):
         with gathered(policy) as sampler:       # whole weights: ranks sample on their own, and need not end together
             def work():
                 return two_pass_rollout(sampler, tokenizer, states, index, group_size, args.retrieve, args.max_new_tokens,
                                         temperature, initial, args.max_prompt, generators)
-            return run.unless_stopped(work) if generators else work()
+            return run.unless_stopped(work) if interruptible else work()
 
     for step in run.steps(steps, "grpo"):
         began = time.time()
         batch = [states[i] for i in batch_indices(len(states), args.prompts_per_step, step, args.seed)]
         places = share(range(len(batch)))
         streams = [step_generator(args.seed, step, place) for place in places]
-        rollouts = rollout(share(batch), args.group_size, args.temperature, args.initial, streams)
+        rollouts = rollout(share(batch), args.group_size, args.temperature, args.initial, streams, interruptible=True)
         run.stop_if_asked()
         for r in rollouts:
             r.group = places[r.group]
@@ -245,7 +246,7 @@ def main(argv=None):
 
         batches = micro_batches(*training_trees(rollouts, advantages, args), args, device)
         lr = learning_rate(step, steps, args.lr, args.warmup * steps)
-        old, norm, skipped = [None] * len(batches), 0.0, False
+        old, ref, norm, skipped = [None] * len(batches), [None] * len(batches), 0.0, False
         totals = dict.fromkeys(("loss", "entropy", "tokens", "ratio", "clip_low", "clip_high", "kl"), 0.0)
         for inner in range(args.inner_steps):
             inner_loss = 0.0
@@ -255,13 +256,12 @@ def main(argv=None):
                     logp, entropy = log_probs(policy, packed, with_entropy=True)                         # [N] each
                     old[i] = logp.detach()
                     totals["entropy"] += real * entropy.sum().item()
+                    if reference:
+                        with torch.no_grad():
+                            ref[i] = log_probs(reference, packed)                                        # [N]
                 else:
                     logp = log_probs(policy, packed)                                                     # [N]
-                logp_ref = None
-                if reference:
-                    with torch.no_grad():
-                        logp_ref = log_probs(reference, packed)                                          # [N]
-                loss, stats = grpo_loss(logp, old[i], advantage, weight, logp_ref, args.beta, args.clip_low, args.clip_high)
+                loss, stats = grpo_loss(logp, old[i], advantage, weight, ref[i], args.beta, args.clip_low, args.clip_high)
                 backward(loss)
                 inner_loss += loss.item()
                 totals = {k: totals[k] + real * stats.get(k, 0.0) for k in totals}
@@ -292,7 +292,7 @@ def main(argv=None):
 
 
 def mean(values):
-    """Of the numbers among them; None where there is none."""
+    """Of the numbers among them, NaN left out; None where there is none."""
     values = [v for v in values if v == v]
     return sum(values) / len(values) if values else None
 

@@ -25,7 +25,7 @@ from escrag_min.presets import parse_run
 from escrag_min.reward import RewardModel, bradley_terry_loss, reward_tree
 from escrag_min.runs import Run, RunArgs
 from escrag_min.tiny import model_or_tiny
-from escrag_min.training import batch_indices, check_batch, learning_rate, make_optimizer, update
+from escrag_min.training import batch_indices, check_batch, check_trees, learning_rate, make_optimizer, update
 
 
 @dataclass
@@ -37,12 +37,12 @@ class Args(RunArgs):
     margin: float = option(0.0, "a chosen reply must score this much more (ours)")
     max_length: int = option(2048, "tokens of dialogue and reply; the oldest turns of a longer dialogue are dropped")
     held_out: float = option(0.1, "share of the dialogues kept to measure accuracy (ours)")
-    eval_every: int = option(20, "measure held-out accuracy every so many steps")
 
 
 def pair_tree(tokenizer, record, max_length):
     """A pair as ((dialogue ids, [chosen ids, rejected ids]), old turns dropped): the replies as the client would see them."""
     replies = [split_think(record[key])[1] for key in ("chosen", "rejected")]
+    check(all(replies), f"{record['id']}: a reply is empty but for its reasoning; the reward model needs two to compare")
     with about(f"{record['id']}, --max-length {max_length}"):
         return reward_tree(tokenizer, record["prompt"], replies, max_length)
 
@@ -104,14 +104,15 @@ def main(argv=None):
     if args is None:        # --plan
         return
     check_batch("--batch-size", args.batch_size, "pairs")
-    check(0 < args.held_out < 1, f"--held-out {args.held_out} must be between 0 and 1")
     device = default_device()
     records = read_records(args.data, "preference", args.limit, args.seed)
     run = Run("train_rm", args, held_out=("held_out_accuracy", max))
     args.model = first(lambda: str(model_or_tiny(args.model, run.out)))
     tokenizer = Tokenizer.from_pretrained(args.model)
-    train, held_out = ([pair_tree(tokenizer, r, args.max_length) for r in part]
-                       for part in split_by_dialogue(records, args.held_out, args.seed))
+    parts = split_by_dialogue(records, args.held_out, args.seed)
+    train, held_out = ([pair_tree(tokenizer, r, args.max_length) for r in part] for part in parts)
+    for part, fitted in zip(parts, (train, held_out)):
+        check_trees(part, [tree for tree, _ in fitted], args.tokens_per_batch)
     turns_dropped = sum(dropped for _, dropped in train + held_out)
     (train, same), (held_out, same_too) = (usable_pairs([tree for tree, _ in part]) for part in (train, held_out))
     check(train and held_out, f"{args.data}: no pair is left to train on or to measure with")

@@ -26,7 +26,7 @@ from escrag_min.qwen2 import Qwen2
 from escrag_min.runs import Run, RunArgs
 from escrag_min.sft import sft_loss, sft_weights
 from escrag_min.tiny import model_or_tiny
-from escrag_min.training import batch_indices, check_batch, learning_rate, make_optimizer, update
+from escrag_min.training import batch_indices, check_batch, check_trees, learning_rate, make_optimizer, update
 
 
 @dataclass
@@ -37,7 +37,6 @@ class Args(RunArgs):
     batch_size: int = option(16, "demonstrations per optimizer step (ours)")
     max_length: int = option(2048, "tokens of prompt and reply; the oldest turns of a longer prompt are dropped")
     held_out: float = option(0.05, "share of the dialogues kept for validation; 0: none")
-    eval_every: int = option(20, "validate every so many steps")
 
 
 def demonstration_tree(tokenizer, record, max_length):
@@ -72,6 +71,7 @@ def main(argv=None):
     if args is None:        # --plan
         return
     check_batch("--batch-size", args.batch_size, "demonstrations")
+    check(not args.keep_best or args.held_out, "--keep-best needs --held-out above 0: without it nothing is measured")
     device = default_device()
     records = read_records(args.data, "demonstration", args.limit, args.seed)
     run = Run("train_sft", args, held_out=("held_out_loss", min))
@@ -80,6 +80,7 @@ def main(argv=None):
     train, held_out = split_by_dialogue(records, args.held_out, args.seed) if args.held_out else (records, [])
     fitted = [demonstration_tree(tokenizer, r, args.max_length) for r in train + held_out]
     turns_dropped = sum(dropped for _, dropped in fitted)
+    check_trees(train + held_out, [tree for tree, _ in fitted], args.tokens_per_batch)
     trees, held_out_trees = ([tree for tree, _ in part] for part in (fitted[:len(train)], fitted[len(train):]))
     model = load(Qwen2, args.model).train()
     model.model.checkpoint_blocks = checkpointed(args, model.config)

@@ -38,7 +38,7 @@ def run(name, model, runs, *more):
 
 
 def run_growth(name, model, runs):
-    """Ours alone at each size, the time relative to the size -> a result."""
+    """Ours alone at each size -> a result whose "seconds" are by scale."""
     results = [run(name, model, runs, "--only", "ours", "--scale", str(scale)) for scale in SCALES]
     return {**results[0], "seconds": {str(scale): r["seconds"]["ours"] for scale, r in zip(SCALES, results)}}
 
@@ -62,10 +62,12 @@ def table(results):
              "|---|---|---|---|---|---|---|---|"]
     for r in results:
         peers = {n: rate for n, rate in r["rate"].items() if n != "ours"}
-        best = max(peers, key=peers.get)
-        ours, unit = r["rate"]["ours"], r["unit"]
-        lines.append(f"| {r['name']}: {WHAT[r['name']]} | {r['model']} | {ours:.3g} {unit} | {best} {peers[best]:.3g} | "
-                     f"**{ours / peers[best]:.2f}** | {r['peak_gb']['ours']:.1f} / {r['peak_gb'][best]:.1f} GB | "
+        ours, unit, peak = r["rate"]["ours"], r["unit"], f"{r['peak_gb']['ours']:.1f}"
+        against = f"- | - | {peak} / - GB"
+        if peers:
+            best = max(peers, key=peers.get)
+            against = f"{best} {peers[best]:.3g} | **{ours / peers[best]:.2f}** | {peak} / {r['peak_gb'][best]:.1f} GB"
+        lines.append(f"| {r['name']}: {WHAT[r['name']]} | {r['model']} | {ours:.3g} {unit} | {against} | "
                      f"{ours / r['limit']['rate']:.0%} | {r['runs']} |")
     return "\n".join(lines)
 

@@ -122,11 +122,11 @@ class Bert(nn.Module):
         return x
 
 
-def load_bert(folder, config, device):
+def load_bert(folder, config):
     """Bert with a folder's weights, in float32. Missing, unexpected and misshapen weights are an error that names them."""
     with torch.device("meta"):
         model = Bert(config)
-    fill(model, folder, device, ignore=lambda name: name.startswith(UNUSED),
+    fill(model, folder, "cpu", ignore=lambda name: name.startswith(UNUSED),
          rename=lambda name: name.removeprefix("bert."))
     return model.eval().requires_grad_(False)
 
@@ -157,8 +157,8 @@ class BertEncoder:
     less time than loading and, unlike sizes and dates, misses no retraining and survives a copy.
     """
 
-    def __init__(self, folder, device="cpu"):
-        self.folder, self.device = Path(folder).resolve(), torch.device(device)
+    def __init__(self, folder):
+        self.folder = Path(folder).resolve()
         config, self.pooling = read_config(self.folder), read_pooling(self.folder)
         path = self.folder / "sentence_bert_config.json"
         settings = read_json(path) if path.exists() else {}
@@ -166,7 +166,7 @@ class BertEncoder:
         self.max_length = min(settings.get("max_seq_length") or config.max_position_embeddings, config.max_position_embeddings)
         self.lower = bool(settings.get("do_lower_case"))        # before the tokenizer, which may lower case itself
         self.tokenizer = load_tokenizer(self.folder, self.max_length)
-        self.model = load_bert(self.folder, config, self.device)
+        self.model = load_bert(self.folder, config)
         read = hashlib.sha256(json.dumps([asdict(config), self.pooling, self.max_length, self.lower]).encode())
         for file in (self.folder / "tokenizer.json", *weight_files(self.folder)):
             with open(file, "rb") as stream:
@@ -175,12 +175,12 @@ class BertEncoder:
         self.fingerprint = read.hexdigest()
 
     @classmethod
-    def from_pretrained(cls, path_or_hub_id, device="cpu"):
+    def from_pretrained(cls, path_or_hub_id):
         """A folder or Hub id, such as sentence-transformers/all-MiniLM-L6-v2 or BAAI/bge-small-en-v1.5 -> BertEncoder.
 
         ValueError where it is no BERT, a weight is missing or unexpected, or its pooling is neither mean nor cls.
         """
-        return cls(resolve(path_or_hub_id), device)
+        return cls(resolve(path_or_hub_id))
 
     @torch.no_grad()
     def encode(self, texts, batch_size=64):
@@ -198,14 +198,14 @@ class BertEncoder:
             tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)                    # [B,T]
             for row, i in zip(tokens, rows):
                 row[:len(ids[i])] = torch.tensor(ids[i])
-            mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(self.device)                # [B,T]
-            with torch.autocast(self.device.type, enabled=False):
-                hidden = self.model(tokens.to(self.device), mask)                                    # [B,T,H]
+            mask = torch.arange(tokens.shape[1]) < lengths[:, None]                                  # [B,T]
+            with torch.autocast("cpu", enabled=False):
+                hidden = self.model(tokens, mask)                                                    # [B,T,H]
             if self.pooling == "mean":
                 pooled = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)               # [B,H]
             else:
                 pooled = hidden[:, 0]
-            vectors[rows] = F.normalize(pooled, dim=-1).cpu().numpy()
+            vectors[rows] = F.normalize(pooled, dim=-1).numpy()
         return vectors
 
     def to_json(self):

@@ -129,7 +129,7 @@ def fill(module, folder, device, new=(), ignore=lambda name: False, rename=str, 
             found[name] = read(expected[name], view)
         elif not ignore(name):
             raise ValueError(f"{folder}: unexpected weight {name}")
-    for name in expected.keys() - found.keys():
+    for name in sorted(expected.keys() - found.keys()):
         if name not in new:
             raise ValueError(f"{folder}: weight {name} is missing")
         found[name] = read(expected[name], torch.zeros(expected[name].shape))
@@ -204,7 +204,7 @@ def save(module, path, tokenizer_from=None, dtype=None, architecture="Qwen2ForCa
     """Write module as a Hugging Face folder that transformers and vLLM load, one file of at most SHARD_BYTES after another.
 
     path             None: do not write, but call `whole` as the process that does (the other ranks)
-    tokenizer_from   folder whose tokenizer and generation files are copied along
+    tokenizer_from   folder or Hub id whose tokenizer and generation files are copied along
     dtype            of the written weights; None: as they are. float32 weights keep updates that bf16 would round away.
     extra            further keys for config.json
     whole            parameter -> all of it
@@ -236,6 +236,7 @@ def save(module, path, tokenizer_from=None, dtype=None, architecture="Qwen2ForCa
                 "metadata": {"total_size": total},
                 "weight_map": {member: name for name, members in zip(names, files) for member in members}})
         if tokenizer_from:
+            source = resolve(tokenizer_from)
             for name in TOKENIZER_FILES:
-                if (Path(tokenizer_from) / name).exists():
-                    shutil.copy(Path(tokenizer_from) / name, folder / name)
+                if (source / name).exists():
+                    shutil.copy(source / name, folder / name)

@@ -6,12 +6,15 @@
 
 messages are {"role": "user"|"assistant"|"system", "content": str}; user = client, assistant = counselor. Other keys (id,
 dialogue_id, emotion_type, problem_type, situation, stage, state, strategy, ...) ride beside. In memory completion, chosen
-and rejected are plain strings. Whatever cannot be used is an error that names file and line; nothing is skipped.
+and rejected are plain strings. Whatever cannot be used is an error that names file and line (of a JSON list: the index). No
+record is skipped but those flagged as risk, and how many these are is printed.
 """
 import json
+import os
 import random
 from pathlib import Path
 
+from escrag_min.args import check
 from escrag_min.safety import crisis_signal
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -24,6 +27,8 @@ STAGE_OF_STRATEGY = {
     "Reflection of feelings": "Comforting", "Self-disclosure": "Comforting", "Affirmation and Reassurance": "Comforting",
     "Providing Suggestions": "Action", "Information": "Action", "Others": "Exploration",
 }
+STRATEGIES = tuple(STAGE_OF_STRATEGY)
+STAGES = tuple(dict.fromkeys(STAGE_OF_STRATEGY.values()))       # each once, in the order of helping
 
 
 def read_jsonl(path):
@@ -60,9 +65,10 @@ def in_run(path, name):
 
 
 def read_finished(path):
-    """What a killed run wrote: its whole lines as objects, without a last line that was cut."""
-    lines = Path(path).read_text("utf-8").split("\n")[:-1] if Path(path).exists() else []
-    return [json.loads(line) for line in lines]
+    """What a killed run wrote: its whole lines as objects, without a last line that was cut, be it inside a character."""
+    content = Path(path).read_bytes() if Path(path).exists() else b""
+    whole = content[:content.rfind(b"\n") + 1].decode("utf-8")
+    return [json.loads(line) for line in whole.split("\n")[:-1]]
 
 
 def write_jsonl(path, records, append=False):
@@ -103,9 +109,18 @@ def _record(raw, where, kind):
         raise ValueError(f'{where}: "prompt" must end with a user (client) message')
     for key in REPLIES[kind]:
         record[key] = _reply(raw[key], f'{where}: "{key}"')
-    record.setdefault("id", where)
-    record.setdefault("dialogue_id", record["id"])
+    if record.get("id") is None:
+        record["id"] = where
+    record["dialogue_id"] = _dialogue_id(record, where)
     return record
+
+
+def _dialogue_id(record, where):
+    """A record's dialogue_id, or its id where it has none, as text: 7 in one file and "7" in another are the same dialogue."""
+    key = "id" if record.get("dialogue_id") is None else "dialogue_id"
+    if type(record[key]) not in (str, int):
+        raise ValueError(f'{where}: "{key}" must be a string, found {json.dumps(record[key])[:80]}')
+    return str(record[key])
 
 
 def read_records(path, kind, limit=None, seed=0, flagged=False):
@@ -114,6 +129,7 @@ def read_records(path, kind, limit=None, seed=0, flagged=False):
     Any record with a "prompt" serves as a dialogue state. limit: so many, drawn at random with the seed; None: all.
     flagged: also those with a true "risk" (ESConv: where safety.py finds a crisis signal); else they are left out, and counted.
     """
+    check(limit is None or limit >= 1, f"--limit {limit} must be at least 1")
     path = Path(path)
     if is_esconv(path):
         records = esconv_records(read_esconv(path), kind, seed)
@@ -121,7 +137,7 @@ def read_records(path, kind, limit=None, seed=0, flagged=False):
         records = [_record(raw, where, kind) for raw, where in read_jsonl(path)]
     if not flagged:
         safe = [r for r in records if not r.get("risk")]
-        if len(safe) < len(records):
+        if len(safe) < len(records) and os.environ.get("RANK", "0") == "0":     # under torchrun, rank 0 says it
             print(f"{path}: {len(records) - len(safe)} of {len(records)} records are flagged as risk and left out")
         if not safe:
             raise ValueError(f"{path}: every record is flagged as risk")
@@ -134,6 +150,7 @@ def read_records(path, kind, limit=None, seed=0, flagged=False):
 
 def split_by_dialogue(records, held_out, seed=0):
     """-> (train, held-out) with whole dialogues on one side; held_out is the share of dialogues, at least one of them."""
+    check(0 < held_out < 1, f"--held-out {held_out} must be between 0 and 1")
     dialogues = sorted({r["dialogue_id"] for r in records})
     if len(dialogues) < 2:
         raise ValueError(f"a held-out split needs at least 2 dialogues; these {len(records)} records come from one")
@@ -162,6 +179,7 @@ def read_esconv(path):
 
     Consecutive turns of one speaker are merged and keep all their strategies. Intensities are int 1-5, or None where the
     survey has none. Both published shapes: content + annotation with seeker/supporter, text + speaker usr/sys + strategy.
+    A turn without text is an error.
     """
     path = Path(path)
     text = path.read_text("utf-8-sig")
@@ -175,11 +193,12 @@ def read_esconv(path):
     dialogues = []
     for number, (d, where) in enumerate(raw):
         messages = []
-        for turn in d.get("dialog") or ():
-            role = SPEAKERS.get(turn.get("speaker"))
-            if role is None:
-                raise ValueError(f"{where}: unknown speaker {turn.get('speaker')!r}; allowed: {', '.join(SPEAKERS)}")
-            content = (turn.get("text") or turn.get("content") or "").strip()
+        for i, turn in enumerate(_item(d, where).get("dialog") or ()):
+            speaker = _item(turn, f"{where}, turn {i}").get("speaker")
+            check(speaker in SPEAKERS, f"{where}: unknown speaker {speaker!r}; allowed: {', '.join(SPEAKERS)}")
+            role, content = SPEAKERS[speaker], turn.get("text") or turn.get("content")
+            check(isinstance(content, str) and content.strip(), f"{where}, turn {i}: has no text")
+            content = content.strip()
             strategy = turn.get("strategy") or (turn.get("annotation") or {}).get("strategy")
             if messages and messages[-1]["role"] == role:
                 messages[-1]["content"] += " " + content
@@ -190,18 +209,28 @@ def read_esconv(path):
         if not messages:
             raise ValueError(f"{where}: has no \"dialog\" turns")
         seeker = (d.get("survey_score") or {}).get("seeker") or {}
-        intensity = {k: int(seeker[k]) if seeker.get(k) else None
-                     for k in ("initial_emotion_intensity", "final_emotion_intensity")}
         dialogues.append({
             "dialogue_id": f"esconv-{path.stem}-{number:04d}", "emotion_type": d.get("emotion_type"),
             "problem_type": d.get("problem_type"), "situation": (d.get("situation") or "").strip(),
-            "initial_intensity": intensity["initial_emotion_intensity"],
-            "final_intensity": intensity["final_emotion_intensity"], "messages": messages})
+            "initial_intensity": _intensity(seeker, "initial_emotion_intensity", where),
+            "final_intensity": _intensity(seeker, "final_emotion_intensity", where), "messages": messages})
     return dialogues
 
 
+def _item(value, where):
+    check(isinstance(value, dict), f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _intensity(seeker, key, where):
+    """4 or "4" -> 4; missing or empty -> None"""
+    value = seeker.get(key)
+    check(not value or str(value).isdecimal(), f"{where}: {key} is {value!r}; allowed: a whole number")
+    return int(value) if value else None
+
+
 def esconv_records(dialogues, kind, seed=0):
-    """ESConv dialogues -> records of one kind: one for each counselor turn that answers a client.
+    """ESConv dialogues -> records of one kind: one for each counselor turn that answers a client (an opening greeting does not).
 
     demonstration: the reasoning states what ESConv annotates (emotion, problem, strategy) and a stage derived from the
     strategy. preference: chosen is the human supporter's reply, rejected a reply of like length from *another* dialogue,
@@ -211,7 +240,7 @@ def esconv_records(dialogues, kind, seed=0):
     for d in dialogues:
         about = {k: v for k, v in d.items() if k != "messages"}
         for i, turn in enumerate(d["messages"]):
-            if turn["role"] != "assistant" or not turn["content"] or not any(m["role"] == "user" for m in d["messages"][:i]):
+            if turn["role"] != "assistant" or i == 0:
                 continue
             strategies = turn["strategies"] or ["Others"]
             record = {**about, "id": f"{d['dialogue_id']}-{i:02d}", "strategy": ", ".join(strategies),
@@ -235,11 +264,17 @@ def reasoned_reply(record, reply):
 
 
 def _reject_by_length(records, rng, window=20):
-    """Give each record a rejected reply: among the nearest in length, one drawn from another dialogue."""
+    """Give each record a rejected reply: among the nearest in length, one drawn from another dialogue.
+
+    Where the `window` nearest to either side are all of its own dialogue, twice as many are looked at, and so on.
+    """
     order = sorted(range(len(records)), key=lambda i: (len(records[i]["chosen"]), i))
     for rank, i in enumerate(order):
-        near = [records[j] for j in order[max(0, rank - window):rank + window + 1]
-                if records[j]["dialogue_id"] != records[i]["dialogue_id"] and records[j]["chosen"] != records[i]["chosen"]]
-        if not near:
-            raise ValueError("pairs from ESConv need replies from at least 2 dialogues")
+        near, width = [], window
+        while not near:
+            near = [records[j] for j in order[max(0, rank - width):rank + width + 1]
+                    if records[j]["dialogue_id"] != records[i]["dialogue_id"] and records[j]["chosen"] != records[i]["chosen"]]
+            check(near or width < len(order),
+                  f"{records[i]['id']}: pairs from ESConv need different replies from at least 2 dialogues")
+            width *= 2
         records[i]["rejected"] = rng.choice(near)["chosen"]

@@ -16,6 +16,7 @@ from escrag_min.data import read_finished
 from escrag_min.tiny import make_tiny_model
 
 ROOT = Path(__file__).parent.parent
+MARKER = ".demo"        # only a folder that holds it is replaced
 
 
 def run(*command):
@@ -31,13 +32,21 @@ def mean_reward(path):
             sum(len(r["reply"].split()) for r in records) / len(records))
 
 
+def fresh_folder(out):
+    """Make the demo's folder, with its marker; an earlier demo is replaced, anything else that is there is refused."""
+    if out.exists() and not (out / MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
+        sys.exit(f"--out {out} holds something that is not an earlier demo; choose another folder")
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    (out / MARKER).touch()
+
+
 def main():
     parser = argparse.ArgumentParser(prog="./run demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="demo", help="folder to write, replaced if it holds an earlier demo [demo]")
     out = Path(parser.parse_args().out).resolve()
-    if out.exists() and any(out.iterdir()) and not (out / "tiny" / "config.json").exists():
-        sys.exit(f"--out {out} holds something that is not an earlier demo; choose another folder")
-    shutil.rmtree(out, ignore_errors=True)
+    fresh_folder(out)
     began = time.time()
     print("Making a tiny Qwen-2.5: random weights, a tokenizer trained on the built-in samples")
     make_tiny_model(out / "tiny", hidden=128, layers=2)

@@ -25,7 +25,7 @@ class TfidfEncoder:
 
     @staticmethod
     def words(text):
-        return re.findall(r"[^\W_]+(?:['’][^\W_]+)?", text.lower())
+        return re.findall(r"[^\W_]+(?:'[^\W_]+)?", text.lower().replace("’", "'"))
 
     def fit(self, texts):
         """Take the max_words most frequent words of the corpus."""

@@ -141,7 +141,7 @@ class EndpointWriter:
             error = error.replace(key, "[key]")
         if len(key) >= 8 and text:      # shorter ones (EMPTY, none, x) are no secret, and may be a word
             text = text.replace(key, "[key]")
-        return Answer(text, error and error[:ERROR_LENGTH], answer.permanent)
+        return Answer(text, error and error[:ERROR_LENGTH], answer.permanent, answer.cut)
 
 
 def read_answer(status, content):
@@ -158,7 +158,7 @@ def read_answer(status, content):
     except (KeyError, IndexError, TypeError):
         text = None
     if good and isinstance(text, str) and text.strip():
-        return Answer(text)
+        return Answer(text, cut=value["choices"][0].get("finish_reason") == "length")
     error = value.get("error", value) if isinstance(value, dict) else value
     message = error.get("message", error) if isinstance(error, dict) else error
     if value is None:

@@ -9,8 +9,10 @@ from escrag_min.journal import Request, ask
 from escrag_min.judging import (
     METRICS,
     PERSPECTIVES,
+    SWAPPED,
     average,
     bootstrap_interval,
+    by_perspective,
     holm,
     paired_bootstrap,
     pairwise_summary,
@@ -19,10 +21,9 @@ from escrag_min.judging import (
     perspective_means,
 )
 from escrag_min.llm import open_writer
-from escrag_min.parallel import frozen_dtype, load
 from escrag_min.plots import NO_MATPLOTLIB, matplotlib_pyplot
 from escrag_min.prompts import compare_prompt, score_prompt
-from escrag_min.reward import RewardModel, score_replies
+from escrag_min.reward import load_reward_model, score_replies
 from escrag_min.scripted import scripted_writer
 
 LADDER = (      # paper §4, the ablation's rows: name, checkpoint, exemplars at inference (None: --retrieve)
@@ -35,11 +36,11 @@ class RewardJudge:
 
     def __init__(self, folder):
         self.name = f"reward model {folder}"
-        self.model = load(RewardModel, folder, frozen_dtype())
+        self.model = load_reward_model(folder)
         self.tokenizer = Tokenizer.from_pretrained(folder)
 
-    def scores(self, records, key):
-        return [s[0] for s in score_replies(self.model, self.tokenizer, [(r["prompt"], [r[key]]) for r in records])]
+    def scores(self, records):
+        return [s[0] for s in score_replies(self.model, self.tokenizer, [(r["prompt"], [r["reply"]]) for r in records])]
 
 
 def open_judge(spec, **options):
@@ -70,15 +71,15 @@ def read_responses(path):
 def judge(records, judge, journal, metrics, label=""):
     """Score each reply -> [{"id", "dialogue_id", "scores": {metric key: number or None}, "average", "raw"}], in order.
 
-    label: what tells this file's calls from another's in the same journal. An empty reply is not shown to a judge: it
-    is missing, as an unread answer is.
+    label: what tells this file's calls from another's in the same journal. An empty reply is shown to no judge. A writer's score
+    of it is missing, as an unread answer is; a reward model's is NO_REPLY_REWARD, as in training.
     """
     records = list(records)
     if isinstance(judge, RewardJudge):
-        values = judge.scores(records, "reply")
+        values = judge.scores(records)
         return [{"id": r["id"], "dialogue_id": r["dialogue_id"], "scores": {"reward": v}, "average": v, "raw": {}}
                 for r, v in zip(records, values)]
-    views = {p: [m for m in metrics if m.perspective == p] for p in PERSPECTIVES}
+    views = by_perspective(metrics)
     asked = [(r, p) for r in records for p in PERSPECTIVES if views[p] and r["reply"]]
     answers = ask(judge, [Request(f"{label}{r['id']}/{p}", score_prompt(r["prompt"], r["reply"], p, views[p]), 0.0, 200)
                           for r, p in asked], journal, "judge")
@@ -159,10 +160,9 @@ def compare(a, b, judge, journal):
     """
     shared = shared_contexts(a, b)
     if isinstance(judge, RewardJudge):
-        first, second = (judge.scores([side[k] for k in shared], "reply") for side in (a, b))
+        first, second = (judge.scores([side[k] for k in shared]) for side in (a, b))
         better = ["first" if x > y else "second" if y > x else "tie" for x, y in zip(first, second)]
-        swapped = {"first": "second", "second": "first", "tie": "tie"}
-        verdicts = [(v, swapped[v]) for v in better]
+        verdicts = [(v, SWAPPED[v]) for v in better]
     else:
         requests = [Request(f"{k}/{order}", compare_prompt(a[k]["prompt"], *(pair if order == "ab" else pair[::-1])), 0.0, 60)
                     for k in shared for pair in [(a[k]["reply"], b[k]["reply"])] for order in ("ab", "ba")]

@@ -36,6 +36,8 @@ def export(folder, out, model=None):
         tensor = torch.empty(parameter.shape)
         load_state({"model": {names[id(parameter)]: tensor}}, folder)
         return tensor
+    if reward:
+        module.max_length = options["options"]["max_length"]
     module.save_pretrained(out, source, whole=whole)
     print(f"wrote {out}" + ("; its scores are not standardised, as those of a run's model/ and best/ are" if reward else ""))
 

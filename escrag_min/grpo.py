@@ -83,7 +83,7 @@ def clipped_objective(logp, logp_old, advantage, clip_low=0.2, clip_high=0.2):
     """J_it = min(ρA, clip(ρ, 1-ε_low, 1+ε_high)A), to be maximised. All [N] -> [N].
 
     The min is pessimistic: a move that already went too far in the good direction earns nothing more (no gradient), one
-    that went in the bad direction is always corrected (gradient), whatever the sign of A.
+    that went in the bad direction is corrected (gradient), whatever the sign of A; but beyond a ratio of e^20 there is none.
     """
     ratio = _ratio(logp, logp_old)
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)

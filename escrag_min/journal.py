@@ -37,6 +37,7 @@ class Answer:
     text: str | None            # None: there is none, and error says why
     error: str | None = None
     permanent: bool = False     # the same call would fail again
+    cut: bool = False           # the text ends at max_tokens, not where its writer would have ended it
 
 
 def ask(writer, requests, journal=None, progress=None):
@@ -70,7 +71,8 @@ def request_hash(writer_name, request):
 
 
 class Journal:
-    """Finished calls, one JSON line each: {"key", "hash", "writer", "text" or "error"}; the file is only ever appended to.
+    """Finished calls, one JSON line each: {"key", "hash", "writer", "text" or "error"}, and "cut" where a text is; the file is
+    only ever appended to.
 
     A last line without its end (the run was killed in mid-write) is cut off; a broken line elsewhere is an error.
     """
@@ -97,7 +99,8 @@ class Journal:
         for name in ("key", "hash", "writer", kind):
             check(isinstance(record.get(name), str),
                   f'{where}: a journal line needs the texts "key", "hash", "writer" and "text" or "error"')
-        self.answers[record["key"], record["hash"]] = Answer(record.get("text"), record.get("error"), kind == "error")
+        self.answers[record["key"], record["hash"]] = Answer(record.get("text"), record.get("error"), kind == "error",
+                                                             record.get("cut", False))
 
     def get(self, writer_name, request):
         """-> Answer or None"""
@@ -107,6 +110,7 @@ class Journal:
         """Append one line; it is on the disk when this returns."""
         record = {"key": request.key, "hash": request_hash(writer_name, request), "writer": writer_name}
         record |= {"error": answer.error} if answer.text is None else {"text": answer.text}
+        record |= {"cut": True} if answer.cut else {}
         line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab", buffering=0) as file:        # unbuffered: one write call a line

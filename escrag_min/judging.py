@@ -57,6 +57,11 @@ METRICS = (
 DEFAULT_METRICS = tuple(m for m in METRICS if m.by_default)
 
 
+def by_perspective(metrics):
+    """-> {perspective: [its metrics]}, of all three perspectives"""
+    return {p: [m for m in metrics if m.perspective == p] for p in PERSPECTIVES}
+
+
 # --- reading a judge's answer ---
 
 def parse_scores(text, metrics, low=0, high=10):
@@ -134,8 +139,8 @@ def perspective_means(scores, metrics=DEFAULT_METRICS):
     if all(p in scores for p in PERSPECTIVES):
         return {p: scores[p] for p in PERSPECTIVES}
     means = {}
-    for perspective in PERSPECTIVES:
-        keys = [m.key for m in metrics if m.perspective == perspective]
+    for perspective, own in by_perspective(metrics).items():
+        keys = [m.key for m in own]
         if keys and all(scores.get(k) is not None for k in keys):
             means[perspective] = sum(scores[k] for k in keys) / len(keys)
     return means
@@ -231,6 +236,9 @@ def krippendorff_alpha(units, level):
     return 1 - observed / expected if expected else None
 
 
+SWAPPED = {"first": "second", "second": "first", "tie": "tie"}      # a verdict, as of the replies in the other order
+
+
 def settle(forward, backward):
     """Two verdicts on one pair, the second with the replies swapped -> "win", "loss", "tie" (of the first reply), or None.
 
@@ -238,8 +246,7 @@ def settle(forward, backward):
     """
     if forward is None or backward is None:
         return None
-    unswapped = {"first": "second", "second": "first", "tie": "tie"}[backward]
-    if forward != unswapped or forward == "tie":
+    if forward != SWAPPED[backward] or forward == "tie":
         return "tie"
     return "win" if forward == "first" else "loss"
 
@@ -271,12 +278,13 @@ def pairwise_summary(verdicts, lengths):
 
 # --- what the replies look like, whatever a judge says ---
 
-ADVICE = re.compile(r"\b(?:you (?:should|need to|must|have to|ought to)|try (?:to|\w+ing)|why don't you|how about|i(?:'d| would) "
-                    r"(?:suggest|recommend)|make sure|have you (?:tried|considered)|you could)\b", re.IGNORECASE)
+ADVICE = re.compile(r"\b(?:you (?:should|need to|must|have to|ought to)|try (?:to|\w+ing)|why don['’]t you|how about|"
+                    r"i(?:['’]d| would) (?:suggest|recommend)|make sure|have you (?:tried|considered)|you could)\b", re.IGNORECASE)
 
 
 def words_of(text):
-    return re.findall(r"[\w'’]+", text.lower())
+    """Lower-case words; a typographic apostrophe is an apostrophe."""
+    return re.findall(r"[\w']+", text.lower().replace("’", "'"))
 
 
 def ngrams(words, n):

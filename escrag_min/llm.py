@@ -24,7 +24,7 @@ from escrag_min.qwen2 import Qwen2
 from escrag_min.sampling import sample
 
 
-def open_writer(spec, *, model=None, batch_size=16, **endpoint):
+def open_writer(spec, *, model=None, **endpoint):
     """A role's writer by its name on the command line: an http(s) URL -> EndpointWriter, else -> LocalWriter (folder, Hub id).
 
     model, endpoint: the server's model and EndpointWriter's options (key_env, workers, ...); a local model needs none of them.
@@ -32,7 +32,7 @@ def open_writer(spec, *, model=None, batch_size=16, **endpoint):
     if spec.startswith(("http://", "https://")):
         check(model, f"{spec} is an endpoint: name its model with --api-model")
         return EndpointWriter(spec, model, **endpoint)
-    return LocalWriter(spec, batch_size)
+    return LocalWriter(spec)
 
 
 class ScriptedWriter:
@@ -59,7 +59,7 @@ def fingerprint(folder):
 
 
 class LocalWriter:
-    """A Qwen-2.5 from a folder or the Hub: on CUDA if there is one, float32 weights, bf16 compute on CUDA.
+    """A Qwen-2.5 from a folder or the Hub, on CUDA if there is one: its weights are bf16 on CUDA, float32 on a CPU.
 
     A request's random numbers come from its own seed, whatever it is batched with. What remains is rounding: matrix products
     of another batch may differ in the last digit (float32 on a CPU, hardly ever another token; bf16 on CUDA, now and then).
@@ -90,12 +90,13 @@ class LocalWriter:
             for start in range(0, len(group), self.batch_size):
                 indices, prompts = zip(*group[start:start + self.batch_size])
                 seeds = [requests[i].seed for i in indices]
-                for index, text in zip(indices, self._texts(prompts, seeds, temperature, max_tokens)):
-                    on_answer(index, Answer(text) if text.strip() else Answer(None, "the text is empty", permanent=True))
+                for index, answer in zip(indices, self._answers(prompts, seeds, temperature, max_tokens)):
+                    on_answer(index, answer)
 
-    def _texts(self, prompts, seeds, temperature, max_tokens):
+    def _answers(self, prompts, seeds, temperature, max_tokens):
         # generators on the CPU: the same numbers on every device
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         drawn = sample(self.model, prompts, 1, max_tokens, temperature, stop_tokens=self.tokenizer.stop_tokens,
                        vocab_size=len(self.tokenizer), generator=generators)
-        return [self.tokenizer.decode(completion.tokens) for (completion,) in drawn]
+        texts = [(self.tokenizer.decode(completion.tokens), not completion.finished) for (completion,) in drawn]
+        return [Answer(text, cut=cut) if text.strip() else Answer(None, "the text is empty", permanent=True) for text, cut in texts]

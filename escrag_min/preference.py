@@ -11,7 +11,7 @@ import difflib
 from collections import Counter
 
 from escrag_min.data import reasoned_reply
-from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, average, parse_scores, perspective_means
+from escrag_min.judging import DEFAULT_METRICS, average, by_perspective, parse_scores, perspective_means
 
 RULES = ("perspective", "metric", "strict", "margin")
 
@@ -22,7 +22,7 @@ def dominates(a, b, rule="perspective", margin=0.5, metrics=DEFAULT_METRICS):
     rule  "perspective": a >= b in every perspective mean, a > b in one          (default)
           "metric":      the same of every metric
           "strict":      a > b in every perspective mean
-          "margin":      nothing beyond the margin
+          "margin":      average(a) > average(b), and nothing else beyond the margin
     and in each: average(a) - average(b) >= margin.
     """
     if rule not in RULES:
@@ -32,10 +32,11 @@ def dominates(a, b, rule="perspective", margin=0.5, metrics=DEFAULT_METRICS):
     else:
         means_a, means_b = perspective_means(a, metrics), perspective_means(b, metrics)
         pairs = [(means_a[p], means_b[p]) for p in means_a]
-    if average(a, metrics) - average(b, metrics) < margin - 1e-9:
+    gap = average(a, metrics) - average(b, metrics)
+    if gap < margin - 1e-9:
         return False
     if rule == "margin":
-        return True
+        return gap > 0
     if rule == "strict":
         return all(x > y for x, y in pairs)
     return all(x >= y for x, y in pairs) and any(x > y for x, y in pairs)
@@ -119,7 +120,7 @@ def report(dialogues, preferences, cold_start, discarded, ended):
     """What was kept, what was discarded and why, and whether the pairs would teach length."""
     candidates = [c for d in dialogues for e in d["exchanges"] for c in e["candidates"]]
     answers = [text for c in candidates for text in c["raw"].values()]
-    keys = {p: [m.key for m in DEFAULT_METRICS if m.perspective == p] for p in PERSPECTIVES}
+    keys = {p: [m.key for m in metrics] for p, metrics in by_perspective(DEFAULT_METRICS).items()}
     read = sum(parse_scores(text, keys[p]) is not None for c in candidates for p, text in c["raw"].items())
     scored = [c["scores"] for c in candidates if c["scores"]]
     words = [tuple(len(r[k][0]["content"].split()) for k in ("chosen", "rejected")) for r in preferences]

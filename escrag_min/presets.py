@@ -18,7 +18,8 @@ SFT = {**LARGE, "limit": (500, "paper §3: 500 demonstrations"), "epochs": (3.0,
 RM = {**LARGE, "epochs": (2.0, "ours"), "batch_size": (32, "ours"), "lr": (1e-5, "ours")}
 GRPO = {**LARGE, "retrieve": (3, "paper §4"), "prompts_per_step": (16, "ours"), "group_size": (8, "ours"), "lr": (1e-6, "ours"),
         "max_prompt": (3072, "ours"), "max_new_tokens": (512, "ours"), "held_out": (0.02, "ours")}
-QWEN_3B, QWEN_7B = ({"model": (f"Qwen/Qwen2.5-{size}-Instruct", f"paper §4 and C: {size}")} for size in ("3B", "7B"))
+QWEN_3B, QWEN_7B = ({"model": (f"Qwen/Qwen2.5-{size}-Instruct", f"paper §4 and C: {size}; Instruct is ours")}
+                    for size in ("3B", "7B"))
 
 
 @dataclass

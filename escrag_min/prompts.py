@@ -8,6 +8,7 @@ The dialogue stands in one user turn as a transcript (paper B: the user turn car
 always speaks as the therapist who prepares a reply, and text of people is data, never an instruction of its own.
 """
 from escrag_min.chat import drop_old_turns
+from escrag_min.data import STRATEGIES
 
 SPEAKER = {"user": "Client", "assistant": "Counselor", "system": "Note"}
 
@@ -23,9 +24,14 @@ REWARD_SYSTEM = (
     "going through emotionally?")
 
 
+def one_line(text):
+    """Without line breaks: what somebody says must not begin a line that looks like another's turn."""
+    return " ".join(text.split())
+
+
 def transcript(dialogue):
     """[messages] -> one line a turn: "Client: ...", "Counselor: ...". """
-    return "\n".join(f"{SPEAKER[m['role']]}: {m['content'].strip()}" for m in dialogue)
+    return "\n".join(f"{SPEAKER[m['role']]}: {one_line(m['content'])}" for m in dialogue)
 
 
 def policy_prompt(dialogue, initial=None, exemplars=()):
@@ -37,7 +43,7 @@ def policy_prompt(dialogue, initial=None, exemplars=()):
         shown = []
         for i, e in enumerate(exemplars, start=1):
             strategy = f" ({e['strategy']})" if e.get("strategy") else ""
-            shown.append(f"{i}. {transcript(e['prompt'][-1:])}\n   Counselor{strategy}: {e['chosen'].strip()}")
+            shown.append(f"{i}. {transcript(e['prompt'][-1:])}\n   Counselor{strategy}: {one_line(e['chosen'])}")
         parts.append("How experienced counselors replied to other clients in similar moments:\n" + "\n".join(shown))
     if initial is not None:
         parts.append("Now write your final reply to your own client. Keep what fits them, take from the examples only what "
@@ -62,10 +68,6 @@ def fitted_ids(tokenizer, build, dialogue, limit):
 
 
 # --- building ESC-Preference (paper §3) and judging (§4) ---
-
-STAGES = ("Exploration", "Comforting", "Action")
-STRATEGIES = ("Question", "Restatement or Paraphrasing", "Reflection of feelings", "Self-disclosure",
-              "Affirmation and Reassurance", "Providing Suggestions", "Information", "Others")
 
 CARD_LINES = (("age_band", "Age"), ("occupation", "Work"), ("persona", "Character"), ("speaking_style", "Way of speaking"),
               ("resistance", "What makes you hold back"), ("prior_coping", "What you tried so far"),
@@ -146,7 +148,7 @@ def score_prompt(dialogue, reply, perspective, metrics):
     form = ", ".join(f'"{m.key}": n' for m in metrics)
     return [{"role": "system", "content": VIEWS[perspective] + SCORE_RULES},
             {"role": "user", "content":
-             f"The conversation:\n{transcript(dialogue)}\n\nThe reply to rate:\nCounselor: {reply}\n\n"
+             f"The conversation:\n{transcript(dialogue)}\n\nThe reply to rate:\nCounselor: {one_line(reply)}\n\n"
              f"Rate with whole numbers from 0 to 10:\n{asked}\n\nAnswer with this JSON only: {{{form}}}"}]
 
 
@@ -154,6 +156,6 @@ def compare_prompt(dialogue, first, second):
     """Which of two replies, blind: strict JSON."""
     return [{"role": "system", "content": COMPARE_SYSTEM},
             {"role": "user", "content":
-             f"The conversation:\n{transcript(dialogue)}\n\nFirst reply:\nCounselor: {first}\n\n"
-             f"Second reply:\nCounselor: {second}\n\nWhich one supports this client better, right now? "
+             f"The conversation:\n{transcript(dialogue)}\n\nFirst reply:\nCounselor: {one_line(first)}\n\n"
+             f"Second reply:\nCounselor: {one_line(second)}\n\nWhich one supports this client better, right now? "
              'Answer with this JSON only: {"better": "first"}, {"better": "second"} or {"better": "tie"}'}]

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import faiss
 
+from escrag_min.args import check
+from escrag_min.chat import split_think
 from escrag_min.checkpoint import atomic_folder, read_json, write_json
 from escrag_min.data import read_jsonl, read_records, write_jsonl
 from escrag_min.encoder import encoder_from_json, make_encoder, unit_rows
@@ -38,10 +40,11 @@ class ExemplarIndex:
         """Fit the encoder on the replies and index them."""
         if not exemplars:
             raise ValueError("ExemplarIndex.build: no exemplars")
+        exemplars = kept(exemplars)
         vectors = unit_rows(fitted(encoder, exemplars).encode([e["chosen"] for e in exemplars]))
         index = faiss.IndexFlatIP(vectors.shape[1])
         index.add(vectors)
-        return cls(kept(exemplars), encoder, index)
+        return cls(exemplars, encoder, index)
 
     def search(self, texts, k, exclude_dialogues=None):
         """The k nearest exemplars of each text, best first; fewer where the corpus has fewer that share anything.
@@ -79,8 +82,9 @@ class ExemplarIndex:
 
 
 def kept(exemplars):
-    """What an index keeps of preference records."""
-    return [{k: e[k] for k in ("id", "dialogue_id", "prompt", "chosen", "strategy") if k in e} for e in exemplars]
+    """What an index keeps of preference records: the chosen reply as a client would see it, without any reasoning."""
+    return [{**{k: e[k] for k in ("id", "dialogue_id", "prompt", "strategy") if k in e}, "chosen": split_think(e["chosen"])[1]}
+            for e in exemplars]
 
 
 def fitted(encoder, exemplars):
@@ -101,6 +105,7 @@ def open_index(path, encoder="tfidf", cache=None):
     an index of others that stands there is replaced.
     """
     if Path(path).is_dir():
+        check(encoder == "tfidf", f"--encoder {encoder}: {path} is a saved index, which has its own")
         return ExemplarIndex.load(path)
     exemplars, encoder = read_records(path, "preference"), make_encoder(encoder)
     meta = Path(cache or "") / "meta.json"

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from escrag_min import checkpoint
+from escrag_min.args import check
 from escrag_min.packing import pack, split_into_packs
-from escrag_min.parallel import even
+from escrag_min.parallel import even, frozen_dtype, load
 from escrag_min.prompts import fitted_ids, reward_prompt
 from escrag_min.qwen2 import Body
 
@@ -56,6 +57,14 @@ class RewardModel(nn.Module):
         checkpoint.save(self, path, tokenizer_from, dtype, "Qwen2ForSequenceClassification", {
             "num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0},
             "escrag_reward": {"mean": self.mean, "std": self.std, "max_length": self.max_length}}, **options)
+
+
+def load_reward_model(path):
+    """A trained reward model, to score with: of this process's share, frozen. A language model, whose head is new, is an error."""
+    model = load(RewardModel, path, frozen_dtype())
+    check("Qwen2ForSequenceClassification" in (model.config.raw.get("architectures") or []),
+          f"{path}: a language model without a reward head; train one with train_rm.py")
+    return model
 
 
 def reward_tree(tokenizer, dialogue, replies, limit):

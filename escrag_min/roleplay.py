@@ -12,11 +12,11 @@ started again asks only what is missing and makes the same dialogues. preference
 """
 import re
 
-from escrag_min.data import is_esconv, read_esconv, read_jsonl
+from escrag_min.data import STAGES, STRATEGIES, is_esconv, read_esconv, read_jsonl
 from escrag_min.journal import Request, ask
-from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, average, parse_scores
+from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, average, by_perspective, parse_scores
 from escrag_min.preference import similarity
-from escrag_min.prompts import STAGES, STEPS, STRATEGIES, candidate_prompt, client_prompt, score_prompt
+from escrag_min.prompts import STEPS, candidate_prompt, client_prompt, one_line, score_prompt
 from escrag_min.safety import HELP_TEXT, crisis_signal
 from escrag_min.training import derived_seed
 
@@ -24,11 +24,14 @@ REQUIRED = ("id", "emotion_type", "problem_type", "situation", "initial_intensit
 
 
 def read_cards(path):
-    """Role cards from a JSON-lines file of ours, or out of an ESConv file (those with a situation and an intensity)."""
+    """Role cards from a JSON-lines file of ours, or out of an ESConv file (those with a situation and an intensity).
+
+    A card with "risk" is not played; of ESConv's these are the ones whose situation holds a crisis signal.
+    """
     if is_esconv(path):
         dialogues = read_esconv(path)
-        raw = [({**{k: d[k] for k in REQUIRED[1:]}, "id": d["dialogue_id"]}, f"{path}: {d['dialogue_id']}")
-               for d in dialogues if d["situation"] and d["initial_intensity"]]
+        raw = [({**{k: d[k] for k in REQUIRED[1:]}, "id": d["dialogue_id"], "risk": crisis_signal(d["situation"]) is not None},
+                f"{path}: {d['dialogue_id']}") for d in dialogues if d["situation"] and d["initial_intensity"]]
         if len(raw) < len(dialogues):
             print(f"{path}: {len(dialogues) - len(raw)} of {len(dialogues)} dialogues lack a situation or intensity: no role card")
     else:
@@ -98,25 +101,31 @@ def propose(dialogues, writer, journal, args):
         for (_, c), answer in zip(going, answers):
             text = one_line(answer.text or "") if name != "reply" else spoken(answer.text or "")
             c["notes"][name] = text
-            c["failed"] = None if text else f"no {name}: {answer.error or 'empty'}"
+            c["failed"] = failure(name, text, answer)
     return [[as_candidate(c) for c in drafts[id(d)]] for d in dialogues]
+
+
+def failure(name, text, answer):
+    """Why a candidate goes no further than this step, or None."""
+    if not text:
+        return f"no {name}: {answer.error or 'empty'}"
+    if name == "stage" and named(text, STAGES) is None:
+        return "no stage named"
+    return "reply: cut at --max-new-tokens" if name == "reply" and answer.cut else None
 
 
 def as_candidate(draft):
     notes = draft["notes"]
     return {"number": draft["number"], "failed": draft["failed"], "stage": named(notes.get("stage", ""), STAGES),
             "context": notes.get("stage", ""), "state": notes.get("state", ""),
-            "strategy": named(notes.get("strategy", ""), STRATEGIES), "reply": notes.get("reply", ""), "scores": None, "raw": {}}
+            "strategy": named(notes.get("strategy", ""), STRATEGIES) or "Others", "reply": notes.get("reply", ""),
+            "scores": None, "raw": {}}
 
 
 def named(text, names):
-    """The one of names that is mentioned first, or "Others" / the first name where none is."""
-    found = [(text.lower().find(n.lower()), n) for n in names if n.lower() in text.lower()]
-    return min(found)[1] if found else "Others" if "Others" in names else names[0]
-
-
-def one_line(text):
-    return " ".join(text.split())
+    """The one of names that is mentioned first, as a whole word (or its plural), or None."""
+    found = {name: re.search(rf"(?<![a-z]){name}s?(?![a-z])", text, re.IGNORECASE) for name in names}
+    return min((name for name in names if found[name]), key=lambda name: found[name].start(), default=None)
 
 
 def spoken(text):
@@ -128,7 +137,7 @@ def spoken(text):
 def score(dialogues, candidates, writer, journal, args):
     """Fill each candidate's scores (None where any perspective could not be read) and the judges' own words."""
     asked = [(d, c, p) for d, group in zip(dialogues, candidates) for c in group if not c["failed"] for p in PERSPECTIVES]
-    by_view = {p: [m for m in DEFAULT_METRICS if m.perspective == p] for p in PERSPECTIVES}
+    by_view = by_perspective(DEFAULT_METRICS)
     requests = [request(args, d, f"{c['number']}/score/{p}", score_prompt(d["messages"], c["reply"], p, by_view[p]), 0.0, 200)
                 for d, c, p in asked]
     answers = ask(writer, requests, journal, "score")

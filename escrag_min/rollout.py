@@ -11,6 +11,7 @@ assumes (ours; the paper does not say). initial="rollout" draws one for each: th
 """
 from dataclasses import asdict, dataclass
 
+from escrag_min.args import about
 from escrag_min.chat import split_think
 from escrag_min.prompts import fitted_ids, policy_prompt
 from escrag_min.sampling import sample
@@ -68,7 +69,10 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
 
     if not states:
         return []
-    first = [fitted_ids(tokenizer, policy_prompt, state["prompt"], prompt_limit) for state in states]
+    first = []
+    for state in states:
+        with about(f"{state['id']}, --max-prompt {prompt_limit}"):
+            first.append(fitted_ids(tokenizer, policy_prompt, state["prompt"], prompt_limit))
     if retrieve == 0:
         drawn = speak([ids for ids, _ in first], group_size, generator)
         return [Rollout(state, i, None, [], [], ids, responses, dropped)
@@ -88,20 +92,22 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
 
 def final_prompt(tokenizer, dialogue, draft, hits, limit):
     """Pass 2's prompt -> (ids, old turns dropped, Hits shown). Where the last turn alone is too long with all exemplars, the
-    least similar ones are left out."""
+    least similar ones are left out; where it is too long without any, half of the draft."""
     for n in range(len(hits), -1, -1):
         exemplars = [h.exemplar for h in hits[:n]]
         try:
             ids, dropped = fitted_ids(tokenizer, lambda turns: policy_prompt(turns, draft, exemplars), dialogue, limit)
             return ids, dropped, hits[:n]
         except ValueError:
-            if n == 0:
+            if n == 0 and not draft:
                 raise
+    return final_prompt(tokenizer, dialogue, draft[:len(draft) // 2], [], limit)
 
 
 def shortest_prompt(tokenizer, state, retrieve, max_new_tokens):
     """Tokens the longest prompt of a state needs at least: its last turn, and in pass 2 a draft of max_new_tokens."""
-    last = state["prompt"][-1:]
+    system = [m for m in state["prompt"][:-1][:1] if m["role"] == "system"]        # stays whatever is dropped
+    last = system + state["prompt"][-1:]
     if not retrieve:
         return len(tokenizer.render(policy_prompt(last)))
     return len(tokenizer.render(policy_prompt(last, ""))) + max_new_tokens

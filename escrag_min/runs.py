@@ -1,6 +1,6 @@
 """A training run and its folder: options, metrics, checkpoints, resuming, pre-emption, the best model so far.
 
-    config.json               every option, versions, seed
+    config.json               every option, versions, seed; and what --resume changed
     metrics.jsonl             a line a step
     checkpoints/step-NNNNNN/  after so many finished steps: weights and AdamW moments (torch.distributed.checkpoint), state.json
     checkpoints/latest        -> the newest
@@ -57,7 +57,8 @@ class RunArgs:
     model: str = option("", "folder or Hub id of a Qwen-2.5 to start from; none: a tiny random one is made")
     out: str = option("", "run folder; none: a new one under runs/")
     resume: bool = option(False, "go on with the run in --out from its newest complete checkpoint; a new run if there is none")
-    preset: str = option("", "defaults for the paper's hardware, printed with their sources; other options still win")
+    preset: str = option("", "tiny, to see it run, or defaults for the paper's hardware: sft-3b, sft-7b, rm-7b, grpo-3b, "
+                         "grpo-7b, each for its script; printed with their sources; other options still win")
     plan: bool = option(False, "print the memory each rank will need, and stop")
     ranks: int | None = option(None, "for --plan: number of GPUs; none: those of --preset, or of this run")
     limit: int | None = option(None, "use so many records of --data, drawn with the seed")
@@ -73,6 +74,7 @@ class RunArgs:
     save_every: int = option(100, "checkpoint every so many steps")
     keep_last: int = option(2, "checkpoints to keep")
     keep_best: bool = option(False, "write best/, the model at its best held-out value")
+    eval_every: int = option(20, "measure what is held out every so many steps")
     seed: int = option(0, "random seed")
 
 
@@ -80,8 +82,9 @@ class Run:
     """One run of a trainer. script: its name; held_out: (name in the metrics, which is better: min or max)."""
 
     def __init__(self, script, args, held_out):
-        check(args.save_every >= 1, f"--save-every {args.save_every} must be at least 1")
-        check(args.keep_last >= 1, f"--keep-last {args.keep_last} must be at least 1")
+        for name in ("save_every", "keep_last", "eval_every", "steps"):
+            value = getattr(args, name)
+            check(value is None or value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
         self.args, (self.held_out, self.better) = args, held_out
         self.out = first(lambda: open_run(script, args))
         check((self.out / "config.json").exists(), f"--out {self.out}: not the folder that rank 0 sees; all nodes must share it")
@@ -205,8 +208,8 @@ class Run:
     def unless_stopped(self, function):
         """function(), but a signal ends it at once -> None; stop_if_asked must follow. For long work that no other rank waits
         for and that can be done again."""
-        self.interruptible = True
         try:
+            self.interruptible = True
             return None if self.signal else function()
         except Interrupted:
             return None
@@ -227,8 +230,8 @@ class Run:
             raise SystemExit(128 + number)
 
 
-class Interrupted(Exception):
-    """A signal arrived in Run.unless_stopped."""
+class Interrupted(BaseException):
+    """A signal arrived in Run.unless_stopped. No library's `except Exception` may swallow it."""
 
 
 # --- folders ---
@@ -249,10 +252,13 @@ def open_run(script, args):
     if args.resume and config.exists():
         earlier = read_json(config)
         check(earlier.get("script") == script, f"--resume: {out} is a run of {earlier.get('script')}, not of {script}")
-        for name, value in options.items():
-            before = earlier["options"].get(name)
-            if value != before and name not in ("resume", "out"):
-                print(f"--{name.replace('_', '-')} was {before}, is {value}")
+        before = {**earlier["options"], **{k: v for change in earlier.get("resumed", []) for k, v in change["options"].items()}}
+        changed = {k: v for k, v in options.items() if v != before.get(k) and k not in ("resume", "out")}
+        for name, value in changed.items():
+            print(f"--{name.replace('_', '-')} was {before.get(name)}, is {value}")
+        if changed:
+            again = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "options": changed}
+            write_json(config, {**earlier, "resumed": [*earlier.get("resumed", []), again]})
         return out
     out.mkdir(parents=True, exist_ok=True)
     write_json(config, {"script": script, "options": options, "torch": torch.__version__, "python": platform.python_version(),
@@ -289,12 +295,19 @@ def checksums(folder):
     """{file name: [bytes, CRC-32]}; each rank reads its share of the files."""
     def checksum(path):
         crc = 0
-        with open(path, "rb") as file:
-            while block := file.read(1 << 24):
-                crc = zlib.crc32(block, crc)
-        return [path.stat().st_size, crc]
+        try:
+            with open(path, "rb") as file:
+                while block := file.read(1 << 24):
+                    crc = zlib.crc32(block, crc)
+            return [path.stat().st_size, crc]
+        except OSError as error:        # raised below, by all ranks together
+            return str(error)
     files = sorted(p for p in folder.iterdir() if p.name != "state.json")
-    return dict(gather([(p.name, checksum(p)) for p in share(files)]))
+    sums = dict(gather([(p.name, checksum(p)) for p in share(files)]))
+    broken = [found for found in sums.values() if isinstance(found, str)]
+    if broken:
+        raise OSError(broken[0])
+    return sums
 
 
 def verified(folder):
@@ -307,22 +320,28 @@ def verified(folder):
     except (ValueError, OSError) as error:
         reason = error
     if reason:
-        say(f"--resume: {folder} is not complete ({reason}); trying the one before")
+        first(lambda: set_aside(folder))
+        say(f"--resume: {folder} is not complete ({reason}) and is now called {folder.name}.damaged; trying the one before")
         return None
     return state
 
 
+def set_aside(folder):
+    """A damaged checkpoint loses its name: it is none of the newest that are kept."""
+    aside = folder.with_name(folder.name + ".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(folder, aside)
+
+
 def complete(part, folder, state, keep_last):
-    """Give a checkpoint its name, point `latest` to it, and remove all but the newest keep_last."""
+    """Give a checkpoint its name, point `latest` to it, and remove all but the newest keep_last, and the damaged."""
     write_json(part / "state.json", state)
-    if folder.exists():         # an earlier one that was found damaged
-        remove(folder)
     os.rename(part, folder)
     link = folder.with_name("latest.part")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
     os.replace(link, folder.with_name("latest"))
-    for old in complete_checkpoints(folder.parent.parent)[keep_last:]:
+    for old in [*complete_checkpoints(folder.parent.parent)[keep_last:], *folder.parent.glob("*.damaged")]:
         remove(old)
 
 
@@ -337,6 +356,9 @@ def remove(folder):
 def forget_after(out, step):
     """Cut metrics.jsonl and samples.jsonl back to the finished steps, so that steps done again are not there twice, and remove
     what a killed run left half written -> the metrics that are left."""
+    for stepped_aside in out.glob("best.tmp-*/best"):       # killed while best/ was being replaced
+        if not (out / "best").exists():
+            os.rename(stepped_aside, out / "best")
     for rest in [*out.glob("*.tmp-*"), *(out / "checkpoints").glob("*.part"), *(out / "checkpoints").glob("*.gone")]:
         shutil.rmtree(rest, ignore_errors=True)
     kept = {name: [r for r in read_finished(out / name) if r["step"] <= step] for name in ("samples.jsonl", "metrics.jsonl")}

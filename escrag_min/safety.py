@@ -16,7 +16,7 @@ NOTICE = (
 
 _SIGNALS = re.compile("|".join((
     # direct
-    r"\b(?:kill|hang|shoot|drown|cut|hurt|harm)(?:ing)? my ?self\b", r"\bsuicid\w*",
+    r"\b(?:(?:kill|hang|shoot|drown|hurt|harm)(?:ing)?|cut(?:ting)?) my ?self\b", r"\bsuicid\w*",
     r"\bend(?:ing)? (?:my (?:own )?life|it all)\b",
     r"\btak(?:e|ing) my (?:own )?life\b", r"\b(?:want|wanted|wish(?:ed)?|going|ready|like) to die\b", r"\bself[- ]?harm\w*",
     r"\boverdos\w*", r"\bi(?:'d| would) rather be dead\b", r"\bwish i (?:was|were) dead\b",
@@ -30,14 +30,13 @@ _SIGNALS = re.compile("|".join((
     r"\b(?:gave|giving|given) (?:away )?(?:all )?(?:my|the) (?:dog|cat|pets?|things|books|clothes|bike)(?: away| to my)\b",
     r"\b(?:gave|giving|given) away (?:all )?my things\b", r"\bgave my (?:flatmate|friend|brother|sister|neighbou?r) my\b",
     # danger from others
-    r"\b(?:he|she|they)(?:'s| is| are|'re)? (?:going to|will|threatened to|tried to) kill me\b",
+    r"\b(?:he|she|they)(?:(?:'s| is| are|'re)? (?:going to|gonna)| will|'ll| threatened to| tried to) kill me\b",
 )), re.IGNORECASE)
 _IDIOMS = re.compile(
     r"\b(?:job|work|boss|homework|suspense|commute|heat|diet|back|feet|head|traffic|waiting|it|that|this)"
     r"(?:'s| is| was)? killing me\b|"
     r"\b(?:dying|dead) (?:to|of|from|tired|serious|laughing)\b|\b(?:laugh\w*|bored|embarrassed|scared) (?:me )?to death\b|"
-    r"\b(?:mum|mom|dad|boss|wife|husband|parents|she|he|they)(?:'s| is| are|'ll| will|'d| would)? (?:going to |gonna )?kill me\b"
-    r"(?= (?:if|when|for))|\bcut myself (?:shaving|cooking|some slack|off|a)\b", re.IGNORECASE)
+    r"\bcut(?:ting)? myself (?:shaving|cooking|some slack|off|a (?:slice|piece|break|deal))\b", re.IGNORECASE)
 
 
 def crisis_signal(text):

@@ -65,7 +65,7 @@ def _fall(mass, at):
     at = torch.minimum(at, torch.nextafter(cdf[:, -1], cdf.new_zeros(())))[:, None]
     index = torch.searchsorted(cdf, at, right=True)                              # the first whose sum is above
     before = cdf.gather(-1, index) - mass.gather(-1, index)
-    return index.squeeze(-1), (at - before).squeeze(-1)
+    return index.squeeze(-1), (at - before).clamp(min=0).squeeze(-1)      # rounding: before may be a last digit too large
 
 
 def _uniforms(generator, prompts, copies, max_new_tokens, device):

@@ -20,7 +20,7 @@ import numpy as np
 from escrag_min.args import check, option, positional
 from escrag_min.checkpoint import read_json, write_json
 from escrag_min.evaluation import number, read_responses, shared_contexts
-from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, krippendorff_alpha, wilson_interval
+from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, by_perspective, krippendorff_alpha, wilson_interval
 from escrag_min.prompts import SPEAKER
 
 TEMPLATE = Path(__file__).with_name("sheet.html")
@@ -85,8 +85,9 @@ def page(a, b, seed):
         first, second = (a, b) if pair["a_first"] else (b, a)
         k = pair["context"]
         shown.append({"id": pair["id"], "turns": turns(a[k]["prompt"]), "replies": [first[k]["reply"], second[k]["reply"]]})
-    views = [{"name": p, "question": QUESTIONS[p], "metrics": [{"name": m.name, "definition": m.definition, "low": m.low,
-              "high": m.high} for m in DEFAULT_METRICS if m.perspective == p]} for p in PERSPECTIVES]
+    views = [{"name": p, "question": QUESTIONS[p], "metrics": [
+        {"name": m.name, "definition": m.definition, "low": m.low, "high": m.high} for m in metrics]}
+        for p, metrics in by_perspective(DEFAULT_METRICS).items()]
     data = json.dumps({"sheet": sheet, "scores": SCORES, "perspectives": views, "pairs": shown})    # ASCII: U+2028 is escaped
     data = re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", data)
     html = TEMPLATE.read_text("utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from escrag_min.checkpoint import write_json
+from escrag_min.checkpoint import atomic_folder, write_json
 from escrag_min.data import SAMPLES, read_jsonl
 from escrag_min.prompts import POLICY_SYSTEM, REWARD_SYSTEM, policy_prompt
 from escrag_min.qwen2 import Config, Qwen2
@@ -57,11 +57,12 @@ def make_tiny_model(folder, seed=0, hidden=128, layers=4, heads=4, kv_heads=2, w
         vocab_size=size, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=hidden // heads, tie_word_embeddings=tie, max_position_embeddings=4096, raw=raw),
         seed)
-    model.save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
-                                                  "pad_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE})
-    write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0})
+    with atomic_folder(folder) as part:
+        model.save_pretrained(part)
+        tokenizer.save(str(part / "tokenizer.json"))
+        write_json(part / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
+                                                    "pad_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE})
+        write_json(part / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0})
     return folder
 
 
@@ -79,12 +80,12 @@ def random_model(config, seed=0, std=0.02):
     return model.eval()
 
 
-def model_or_tiny(path, out, what="--model"):
+def model_or_tiny(path, out):
     """The path given, or a tiny model made under out, and then one line that says so."""
     if path:
         return path
     folder = Path(out) / "tiny"
-    print(f"no {what}: making a tiny random model in {folder}; name a real one, {what} Qwen/Qwen2.5-0.5B-Instruct or a folder")
+    print(f"no --model: making a tiny random model in {folder}; name a real one, --model Qwen/Qwen2.5-0.5B-Instruct or a folder")
     return folder if folder.exists() else make_tiny_model(folder)
 
 

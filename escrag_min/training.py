@@ -11,21 +11,32 @@ import math
 import torch
 
 from escrag_min.args import check
+from escrag_min.packing import tree_size
 from escrag_min.parallel import clip_gradient, say, size
 
 
-def make_optimizer(model, lr, weight_decay=0.0, betas=(0.9, 0.95)):
+def check_trees(records, trees, tokens_per_batch):
+    """A record whose tree does not fit a micro-batch is an error now, not in the middle of a run."""
+    for record, tree in zip(records, trees):
+        check(tree_size(tree) <= tokens_per_batch, f"{record['id']}: {tree_size(tree)} tokens with its prompt; --tokens-per-batch "
+                                                   f"is {tokens_per_batch}")
+
+
+def make_optimizer(model, lr, weight_decay=0.0):
     """AdamW; weight decay on matrices only, not on norms and biases."""
     parameters = list(model.parameters())
     if any(p.dtype != torch.float32 for p in parameters):
         raise ValueError("make_optimizer: training needs float32 master weights; load the model with dtype=torch.float32")
     groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
               {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(step, steps, peak, warmup):
-    """Linear warmup, then a cosine down to a tenth of the peak at the last step. step counts from 0; warmup in steps, also 1.2."""
+    """Linear warmup, then a cosine that comes down to a tenth of the peak where step == steps.
+
+    step counts from 0; warmup in steps, also 1.2.
+    """
     if step < warmup:
         return peak * min(1.0, (step + 1) / warmup)
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))

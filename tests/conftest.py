@@ -7,6 +7,7 @@ import torch
 
 from escrag_min.chat import Tokenizer
 from escrag_min.qwen2 import Config, Qwen2
+from escrag_min.reward import RewardModel
 from escrag_min.tiny import make_tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +24,16 @@ def pytest_configure(config):
 def tiny(tmp_path_factory):
     """A tiny checkpoint folder (vocabulary 512)."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, layers=2, words=512)
+
+
+@pytest.fixture(scope="session")
+def tiny_reward(tiny, tmp_path_factory):
+    """A reward model with the tiny checkpoint's body and a head of sine waves."""
+    model = RewardModel.from_pretrained(tiny)
+    waves(model.score)
+    folder = tmp_path_factory.mktemp("models") / "tiny-reward"
+    model.save_pretrained(folder, tiny)
+    return folder
 
 
 @pytest.fixture(scope="session")

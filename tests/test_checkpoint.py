@@ -142,6 +142,12 @@ def test_saving_over_a_model_replaces_it(tmp_path, tiny):
     assert (folder / "tokenizer.json").exists() and [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+def test_the_tokenizer_of_a_hub_id_is_saved_too(tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(tiny))
+    Qwen2.from_pretrained("someone/tiny").save_pretrained(tmp_path / "model", tokenizer_from="someone/tiny")
+    assert (tmp_path / "model/tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
+
+
 def test_wrong_paths_and_truncated_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such model folder"):
         Qwen2.from_pretrained(tmp_path / "nowhere")

@@ -4,7 +4,16 @@ from collections import Counter
 import pytest
 
 from escrag_min.chat import split_think
-from escrag_min.data import SAMPLES, esconv_records, read_esconv, read_jsonl, read_records, split_by_dialogue
+from escrag_min.data import (
+    SAMPLES,
+    esconv_records,
+    read_esconv,
+    read_finished,
+    read_jsonl,
+    read_records,
+    split_by_dialogue,
+    write_jsonl,
+)
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -26,6 +35,16 @@ def test_bad_lines_name_file_and_line_case59(tmp_path, content, words):
         read_jsonl(file)
     with pytest.raises(FileNotFoundError, match="none.jsonl: no such file"):
         read_jsonl(tmp_path / "none.jsonl")
+
+
+def test_what_a_killed_run_wrote_is_read_up_to_any_byte_of_its_last_line(tmp_path):
+    file = tmp_path / "a.jsonl"
+    assert read_finished(file) == []
+    write_jsonl(file, [{"a": "“é”\u2028"}, {"a": "“é”"}])
+    whole = file.read_bytes()
+    for size in range(len(whole) + 1):
+        file.write_bytes(whole[:size])
+        assert read_finished(file) == [{"a": "“é”\u2028"}, {"a": "“é”"}][:whole[:size].count(b"\n")]
 
 
 def write(tmp_path, *records):
@@ -56,6 +75,30 @@ def test_trl_formats_explicit_and_implicit_prompt(tmp_path):
     assert len(read_records(tmp_path / "records.jsonl", "preference", limit=1)) == 1
 
 
+def test_a_dialogue_id_is_text_or_made_so(tmp_path):
+    named, numbered, without, unnamed = ({"prompt": HI, "id": 7, "dialogue_id": d} for d in ("d", 12, None, None))
+    unnamed["id"] = None
+    records = read_records(write(tmp_path, named, numbered, without, unnamed), "prompt")
+    file = tmp_path / "records.jsonl"
+    assert [r["dialogue_id"] for r in records] == ["d", "12", "7", f"{file}:4"] and records[3]["id"] == f"{file}:4"
+    for wrong in (1.5, True, ["d"], {}):
+        with pytest.raises(ValueError, match='records.jsonl:2: "dialogue_id" must be a string, found'):
+            read_records(write(tmp_path, named, {**named, "dialogue_id": wrong}), "prompt")
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_named(limit):
+    with pytest.raises(ValueError, match=f"--limit {limit} must be at least 1"):
+        read_records(SAMPLES / "contexts.jsonl", "prompt", limit)
+
+
+def test_what_reading_says_is_said_once_under_torchrun(capsys, monkeypatch, tmp_path):
+    file = write(tmp_path, {"prompt": HI, "risk": True}, {"prompt": HI})
+    for rank, times in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert len(read_records(file, "prompt")) == 1 and capsys.readouterr().out.count("flagged as risk") == times
+
+
 def test_flagged_records_are_left_out_and_counted(tmp_path, capsys):
     file = write(tmp_path, {"prompt": HI, "risk": True}, {"prompt": HI, "risk": False}, {"prompt": HI})
     assert len(read_records(file, "prompt")) == 2 and "1 of 3 records are flagged as risk" in capsys.readouterr().out
@@ -72,6 +115,9 @@ def test_whole_dialogues_are_held_out():
     assert split_by_dialogue(records, 0.2) == (train, held_out)
     with pytest.raises(ValueError, match="at least 2 dialogues"):
         split_by_dialogue(records[:3], 0.2)
+    for share in (0, 1, 1.5, -0.1):
+        with pytest.raises(ValueError, match=f"--held-out {share} must be between 0 and 1"):
+            split_by_dialogue(records, share)
 
 
 def dialogue(*turns, **more):
@@ -108,6 +154,20 @@ def test_esconv_unknown_role_is_an_error_case58(tmp_path):
         read_esconv(file)
 
 
+@pytest.mark.parametrize("found, words", [
+    (["a"], "e.json: dialogue 1: expected a JSON object, found list"),
+    (dialogue("hi"), "e.json: dialogue 1, turn 0: expected a JSON object, found str"),
+    (dialogue({"speaker": "usr", "text": "a"}, {"speaker": "sys", "text": " "}), "e.json: dialogue 1, turn 1: has no text"),
+    ({**SPLIT, "survey_score": {"seeker": {"final_emotion_intensity": "low"}}},
+     "e.json: dialogue 1: final_emotion_intensity is 'low'; allowed: a whole number"),
+    ({**SPLIT, "survey_score": {"seeker": {"initial_emotion_intensity": 2.5}}}, "dialogue 1: initial_emotion_intensity is 2.5")])
+def test_esconv_errors_name_file_and_index(tmp_path, found, words):
+    file = tmp_path / "e.json"
+    file.write_text(json.dumps([SPLIT, found]))
+    with pytest.raises(ValueError, match=words):
+        read_esconv(file)
+
+
 def test_the_published_split_case58(esconv):
     dialogues = {name: read_esconv(esconv / f"{name}.jsonl") for name in ("train", "valid", "test")}
     assert [len(d) for d in dialogues.values()] == [910, 195, 195]
@@ -128,6 +188,19 @@ def test_pairs_from_esconv_reject_another_dialogues_reply(tmp_path):
     file.write_text(json.dumps(SPLIT) + "\n" + json.dumps(dialogue({"speaker": "usr", "text": "x"}, {"speaker": "sys", "text": "yz"})))
     first, second = read_records(file, "preference")
     assert (first["chosen"], first["rejected"], second["chosen"], second["rejected"]) == ("c d", "yz", "yz", "c d")
+
+
+def test_pairs_from_esconv_look_further_where_all_of_like_length_are_the_own_dialogues(tmp_path):
+    def talk(reply):
+        return dialogue(*(turn for i in range(60) for turn in ({"speaker": "usr", "text": "x"},
+                                                               {"speaker": "sys", "text": f"{reply} {i:02d}"})))
+    file = tmp_path / "e.jsonl"
+    file.write_text(json.dumps(talk("hm")) + "\n" + json.dumps(talk("a longer reply")))
+    pairs = read_records(file, "preference")
+    assert len(pairs) == 120 and all(r["chosen"][:2] != r["rejected"][:2] for r in pairs)
+    file.write_text(json.dumps(talk("hm")))
+    with pytest.raises(ValueError, match="esconv-e-0000-01: pairs from ESConv need different replies from at least 2 dialogues"):
+        read_records(file, "preference")
 
 
 # --- the built-in samples ---

@@ -355,6 +355,10 @@ def test_a_cached_index_is_reused_while_corpus_and_encoder_are_the_same(folder, 
     assert encoded == [4]       # without a cache nothing is looked up
 
 
+def test_a_typographic_apostrophe_is_an_apostrophe():
+    assert TfidfEncoder.words("Don’t you?") == TfidfEncoder.words("don't you") == ["don't", "you"]
+
+
 def test_a_cached_index_is_rebuilt_for_another_encoder(folder, corpus, encoded, tmp_path):
     cache = tmp_path / "index"
     for change in (lambda folder: None, *CHANGES):

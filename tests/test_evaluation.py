@@ -98,13 +98,13 @@ def test_response_files_are_checked(tmp_path):
 SHORT = ("--limit", "4", "--max-new-tokens", "8", "--max-prompt", "1500")
 
 
-def test_judge_compare_and_ladder_run_offline_and_resume(tiny, tmp_path, capsys):
+def test_judge_compare_and_ladder_run_offline_and_resume(tiny, tiny_reward, tmp_path, capsys):
     file = tmp_path / "r.jsonl"
     file.write_text("\n".join(json.dumps(r) for r in responses("You waited long?", "I know. You should rest.").values()))
     evaluate.main(["judge", "--responses", str(file), "--out", str(tmp_path / "judged"), "--all-metrics"])
     assert "average" in capsys.readouterr().out
     assert len((tmp_path / "judged/scores.jsonl").read_text().splitlines()) == 2
-    evaluate.main(["compare", "--a", str(file), "--b", str(file), "--judge", f"rm:{tiny}", "--out", str(tmp_path / "compared")])
+    evaluate.main(["compare", "--a", str(file), "--b", str(file), "--judge", f"rm:{tiny_reward}", "--out", str(tmp_path / "compared")])
     assert "A wins 0, ties 2, B wins 0" in capsys.readouterr().out
     ladder = ["ladder", "--base", str(tiny), "--rag-grpo", str(tiny), "--sweep", "0,2", "--out", str(tmp_path / "ladder"), *SHORT]
     evaluate.main(ladder)

@@ -7,6 +7,7 @@ from escrag_min.judging import (
     METRICS,
     average,
     bootstrap_interval,
+    by_perspective,
     correlation,
     holm,
     paired_bootstrap,
@@ -17,6 +18,7 @@ from escrag_min.judging import (
     reply_statistics,
     settle,
     wilson_interval,
+    words_of,
 )
 
 
@@ -68,6 +70,11 @@ def test_seven_metrics_by_default_and_two_of_ours():
                                                  "Strategic Coherence", "Theoretical Application", "Strategy-Client Fit",
                                                  "Problem Targeting"]
     assert all("(ours)" in m.definition for m in METRICS if not m.by_default) and len(METRICS) == 9
+
+
+def test_metrics_by_perspective():
+    assert {p: [m.name for m in metrics] for p, metrics in by_perspective(METRICS[4:6]).items()} == {
+        "Client": [], "Counselor": ["Theoretical Application"], "Judge": ["Strategy-Client Fit"]}
 
 
 def test_average_is_of_the_perspectives_by_hand():
@@ -162,3 +169,10 @@ def test_reply_statistics_by_hand():
     # pairs: you-should, should-rest, rest-you, (repeated 2) | 2 | you-should again, should-try, try-walking: 7 different of 10
     assert result["distinct_2"] == pytest.approx(7 / 10)
     assert result["commonest_opening"] == "you should rest" and result["commonest_opening_share"] == 0.25
+
+
+def test_a_typographic_apostrophe_is_an_apostrophe():
+    for text in ("I’d suggest a walk.", "Why don’t you rest?"):
+        straight, curly = ([{"reply": t, "prompt": []}] for t in (text.replace("’", "'"), text))
+        assert reply_statistics(curly) == reply_statistics(straight) and reply_statistics(curly)["early_advice_rate"] == 1.0
+    assert words_of("I’d rest") == ["i'd", "rest"]

@@ -217,6 +217,17 @@ def test_what_never_gets_better_fails_with_its_reason_and_is_not_journaled(serve
     assert not (tmp_path / "journal.jsonl").exists()
 
 
+def test_a_text_cut_at_max_tokens_says_so_also_from_the_journal(serve, tmp_path):
+    def ended(reason):
+        return 200, json.dumps({"choices": [{"message": {"content": "so"}, "finish_reason": reason}]}).encode(), {}
+    server = serve(lambda item, call: ended("length" if item == "item-1" else "stop"))
+    for _ in range(2):
+        answers = ask(writer_of(server), requests_of(2), Journal(tmp_path / "journal.jsonl"))
+        assert answers == [Answer("so"), Answer("so", cut=True)] and len(server.calls) == 2
+    first, _ = map(json.loads, sorted((tmp_path / "journal.jsonl").read_text().splitlines()))
+    assert first.keys() == {"key", "hash", "writer", "text"}        # a line as before there was "cut"
+
+
 def test_nobody_listens(serve):
     answer, = ask(EndpointWriter("http://127.0.0.1:9/v1", "m", retries=1, backoff=0), requests_of(1))
     assert "ConnectionRefusedError" in answer.error and not answer.permanent
@@ -514,9 +525,10 @@ def test_a_prompt_that_does_not_fit_is_a_permanent_error(local):
 
 def test_a_stop_token_ends_a_text_and_one_without_a_word_is_an_error(local, monkeypatch):
     whole = ask(local, [talk(0)])[0].text
+    assert ask(local, [talk(0)])[0].cut
     monkeypatch.setattr(local.tokenizer, "stop_tokens", tuple(range(len(local.tokenizer))))
     first = ask(local, [talk(0)])[0].text
-    assert first != whole and whole.startswith(first)
+    assert first != whole and whole.startswith(first) and not ask(local, [talk(0)])[0].cut
     monkeypatch.setattr(local.tokenizer, "control", set(range(len(local.tokenizer))))
     assert ask(local, [talk(0)]) == [Answer(None, "the text is empty", True)]
 

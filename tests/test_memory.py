@@ -99,8 +99,8 @@ def test_a_plan_by_hand():
     ("train_rm", "rm-7b", ("--batch-size", "4")),
     ("train_grpo", "grpo-3b", ("--prompts-per-step", "2", "--max-new-tokens", "12", "--max-prompt", "1500")),
     ("train_grpo", "grpo-7b", ("--prompts-per-step", "2", "--max-new-tokens", "12", "--max-prompt", "1500"))])
-def test_every_preset_runs_through_on_a_tiny_model(tiny, tmp_path, capsys, script, name, shrink):
-    reward = ["--reward-model", str(tiny)] if script == "train_grpo" else []
+def test_every_preset_runs_through_on_a_tiny_model(tiny, tiny_reward, tmp_path, capsys, script, name, shrink):
+    reward = ["--reward-model", str(tiny_reward)] if script == "train_grpo" else []
     SCRIPTS[script].main(["--preset", name, "--model", str(tiny), *reward, "--out", str(tmp_path / "run"), "--steps", "2",
                           "--limit", "30", *shrink])
     said = capsys.readouterr().out

@@ -66,6 +66,19 @@ def test_save_and_load(tmp_path):
         ExemplarIndex.build([], TfidfEncoder())
 
 
+def test_reasoning_is_neither_searched_nor_shown():
+    records = [{**exemplar("x"), "chosen": "<think>dog dog dog</think>What keeps you awake?"}, exemplar("Your dog was old.")]
+    index = ExemplarIndex.build(records, TfidfEncoder())
+    assert [h.exemplar["chosen"] for h in index.search(["dog"], 2)[0]] == ["Your dog was old."]
+    assert index.exemplars[0]["chosen"] == "What keeps you awake?"
+
+
+def test_a_saved_index_has_its_own_encoder(tmp_path):
+    ExemplarIndex.build([exemplar("I hear you.")], TfidfEncoder()).save(tmp_path / "index")
+    with pytest.raises(ValueError, match="--encoder some/encoder: .*index is a saved index, which has its own"):
+        open_index(tmp_path / "index", "some/encoder")
+
+
 def test_tfidf_by_hand():
     encoder = TfidfEncoder().fit(["a b", "a c"])
     # df: a 2, b 1, c 1 of n 2; idf(a) = 1 + ln(3/3) = 1, idf(b) = 1 + ln(3/2) = 1.405465

@@ -10,7 +10,7 @@ from escrag_min.prompts import fitted_ids, policy_prompt, reward_prompt, transcr
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import ExemplarIndex
 from escrag_min.reward import RewardModel
-from escrag_min.rollout import Response, Rollout, two_pass_rollout
+from escrag_min.rollout import Response, Rollout, final_prompt, shortest_prompt, two_pass_rollout
 
 STATES = [{"id": f"s{i}", "dialogue_id": f"d{i}", "prompt": [{"role": "user", "content": c}]}
           for i, c in enumerate(("I can't sleep.", "My boss shouted at me."))]
@@ -76,7 +76,7 @@ def test_prompts_hold_people_as_text_case39(tokenizer):
     for messages in (policy_prompt(dialogue), policy_prompt(dialogue, attack, [exemplar]), reward_prompt(dialogue)):
         ids = tokenizer.render(messages)
         assert ids.count(tokenizer.im_start) == 3 and ids.count(tokenizer.im_end) == 2
-        assert tokenizer.decode(ids).count(attack) >= 1
+        assert tokenizer.decode(ids).count(" ".join(attack.split())) >= 1
 
 
 def test_a_long_dialogue_loses_whole_old_turns(tokenizer):
@@ -89,6 +89,22 @@ def test_a_long_dialogue_loses_whole_old_turns(tokenizer):
 
 
 # --- what train_grpo.py makes of rollouts ---
+
+def test_where_the_last_turn_leaves_no_room_the_draft_is_cut(tokenizer):
+    dialogue, draft = [{"role": "user", "content": "I can't sleep."}], "word " * 200
+    limit = len(tokenizer.render(policy_prompt(dialogue, draft))) - 1
+    ids, dropped, shown = final_prompt(tokenizer, dialogue, draft, [], limit)
+    assert dropped == 0 and shown == [] and ids == tokenizer.render(policy_prompt(dialogue, draft[:len(draft) // 2]))
+    with pytest.raises(ValueError, match="even with the last turn only"):
+        final_prompt(tokenizer, dialogue, draft, [], 20)
+
+
+def test_the_shortest_prompt_keeps_a_system_turn(tokenizer):
+    system, turn = {"role": "system", "content": "Be brief. " * 20}, {"role": "user", "content": "I can't sleep."}
+    need = shortest_prompt(tokenizer, {"prompt": [system, {"role": "user", "content": "Hi."}, turn]}, 0, 8)
+    assert need == len(fitted_ids(tokenizer, policy_prompt, [system, turn], 10**6)[0])
+    fitted_ids(tokenizer, policy_prompt, [system, {"role": "user", "content": "Hi."}, turn], need)
+
 
 def args(**changes):
     values = train_grpo.Args(group_size=2, max_new_tokens=8)

@@ -85,6 +85,17 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_taken_case28(tmp
     assert started(tmp_path, resume=True).finished == 3
 
 
+def test_a_damaged_checkpoint_takes_no_place_among_those_kept(tmp_path):
+    train(started(tmp_path), 4)
+    (tmp_path / "checkpoints/step-000003/.metadata").unlink()
+    run = started(tmp_path, resume=True, keep_last=1)
+    assert run.finished == 2
+    train(run, 3)                                       # no checkpoint of the last step: 2 is still the newest
+    assert names(tmp_path) == ["latest", "step-000002", "step-000003.damaged"] and run.newest().name == "step-000002"
+    train(run, 5)
+    assert names(tmp_path) == ["latest", "step-000004"]
+
+
 def test_no_whole_checkpoint_means_the_start(tmp_path, capsys):
     train(started(tmp_path), 2)
     (tmp_path / "checkpoints/step-000001/.metadata").unlink()
@@ -181,6 +192,10 @@ def test_resume_starts_a_new_run_and_says_what_changed(tmp_path, capsys):
     assert run.finished == 0 and (tmp_path / "new/config.json").exists()
     started(tmp_path / "new", resume=True, lr=0.5)
     assert "--lr was 1e-05, is 0.5" in capsys.readouterr().out
+    started(tmp_path / "new", resume=True, lr=0.5)
+    assert "--lr was" not in capsys.readouterr().out               # said once, and kept
+    config = json.loads((tmp_path / "new/config.json").read_text())
+    assert config["options"]["lr"] == 1e-5 and [r["options"] for r in config["resumed"]] == [{"lr": 0.5}]
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds no run to go on with"):

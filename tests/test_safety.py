@@ -7,7 +7,9 @@ from escrag_min.safety import crisis_signal
 @pytest.mark.parametrize("text", [
     "I want to die.", "I keep thinking about killing myself", "Sometimes I don’t want to be here anymore.", "it's not worth living",
     "They'd be better off without me.", "I'd be easier if I just wasn't there in the morning", "I've been self-harming again",
-    "he said he's going to kill me tonight", "I wish I was dead", "there's no point in going on"])
+    "he said he's going to kill me tonight", "I wish I was dead", "there's no point in going on",
+    "I keep cutting myself", "I cut myself a lot lately", "I cut myself a few times", "He will kill me if I leave him",
+    "he's going to kill me when he finds out", "He’ll kill me if I tell anyone", "they're gonna kill me"])
 def test_crisis_signals(text):
     assert crisis_signal(text)
 
@@ -15,7 +17,7 @@ def test_crisis_signals(text):
 @pytest.mark.parametrize("text", [
     "This job is killing me.", "My mum will kill me if I fail.", "I was dying of embarrassment.", "I'm dead tired.",
     "I could die laughing", "I cut myself some slack", "I want to diet", "He died last year and I miss him.", "My back is killing me",
-    "I never wake up on time."])
+    "I never wake up on time.", "I cut myself a slice of bread", "I’m cutting myself off from sugar"])
 def test_idioms_are_no_signal(text):
     assert crisis_signal(text) is None
 

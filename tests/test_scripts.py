@@ -19,6 +19,7 @@ from escrag_min import walkthrough
 from escrag_min.args import run_script
 from escrag_min.qwen2 import Qwen2
 from escrag_min.reward import RewardModel
+from escrag_min.rollout import Response, Rollout
 
 SMALL = ("--batch-size", "4", "--tokens-per-batch", "2048", "--max-length", "1024")
 GRPO = ("--prompts-per-step", "2", "--group-size", "3", "--max-new-tokens", "12", "--max-prompt", "1500", "--limit", "20")
@@ -104,22 +105,44 @@ def test_interrupted_training_saves_and_goes_on(tiny, tmp_path, number):
     assert without_times(metrics(out)) == without_times(metrics(tmp_path / "straight"))
 
 
-def test_respond_writes_both_passes(tiny, tmp_path, capsys):
+def test_respond_writes_both_passes(tiny, tiny_reward, tmp_path, capsys):
     out = tmp_path / "r.jsonl"
     command = ["respond", "--model", str(tiny), "--out", str(out), "--limit", "3", "--max-new-tokens", "8", "--max-prompt", "1500",
-               "--reward-model", str(tiny)]
+               "--reward-model", str(tiny_reward)]
     evaluate.main(command)
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(records) == 3 and all({"id", "prompt", "reply", "initial", "exemplars", "reward"} <= r.keys() for r in records)
     assert "3 responses" in capsys.readouterr().out
     with pytest.raises(ValueError, match="exists; choose another name"):
         evaluate.main(command)
+    out.rename(tmp_path / "r.jsonl.part")               # as if killed: only the same settings go on with it
+    with pytest.raises(ValueError, match="holds answers of another command"):
+        evaluate.main([*command, "--temperature", "0.5"])
+    evaluate.main(command)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == records
+
+
+def test_a_reply_that_never_came_is_not_part_of_the_talk(tiny, monkeypatch, capsys):
+    said, asked = iter(["I can't sleep.", "Are you there?", ""]), []
+
+    class Mute:
+        def __init__(self, args):
+            pass
+
+        def __call__(self, states):
+            asked.append([dict(m) for m in states[0]["prompt"]])
+            return [Rollout(states[0], 0, None, [], [], [1], [Response([5], False, "<think>", "", "", False)], 0)]
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    monkeypatch.setattr(evaluate, "Responder", Mute)
+    evaluate.main(["chat", "--model", str(tiny)])
+    assert asked == [[{"role": "user", "content": "I can't sleep."}], [{"role": "user", "content": "Are you there?"}]]
+    assert "no reply" in capsys.readouterr().out
 
 
 def test_chat_answers_and_points_to_help(tiny, monkeypatch, capsys):
     said = iter(["I can't sleep.", "I want to die.", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
-    evaluate.main(["chat", "--model", str(tiny), "--retrieve", "0", "--max-new-tokens", "8"])
+    evaluate.main(["chat", "--model", str(tiny), "--retrieve", "0", "--max-new-tokens", "8", "--temperature", "1"])
     out = capsys.readouterr().out
     assert out.count("counselor>") == 1 and "emergency number" in out.split("counselor>")[1] and "Research software" in out
 
@@ -136,6 +159,15 @@ def bad_file(tmp_path, text):
     (("train_rm.py", "--data", "EMPTY"), "empty.jsonl: holds no records"),
     (("train_rm.py", "--model", "TINY", "--data", "PAIR", "--max-length", "60"), "pair-1, --max-length 60: the prompt has"),
     (("train_sft.py", "--model", "TINY", "--data", "DEMO", "--max-length", "60"), "demo-1, --max-length 60: the prompt has"),
+    (("train_rm.py", "--model", "TINY", "--data", "PAIR", "--tokens-per-batch", "100"), "pair-1: 511 tokens"),
+    (("train_sft.py", "--model", "TINY", "--data", "DEMO", "--tokens-per-batch", "100"), "demo-1: "),
+    (("train_rm.py", "--model", "TINY", "--data", "MUTE"), "mute-1: a reply is empty but for its reasoning"),
+    (("train_grpo.py", "--model", "TINY", "--reward-model", "TINY"), "a language model without a reward head; train one with train_rm.py"),
+    (("train_grpo.py", "--keep-best"), "--keep-best needs --held-out"),
+    (("train_rm.py", "--eval-every", "0"), "--eval-every 0 must be at least 1"),
+    (("train_sft.py", "--steps", "0"), "--steps 0 must be at least 1"),
+    (("evaluate.py", "respond", "--model", "TINY", "--batch-size", "0"), "--batch-size 0 must be at least 1"),
+    (("evaluate.py", "respond", "--model", "TINY", "--data", "PAIR", "--max-prompt", "60", "--retrieve", "0"), "pair-1, --max-prompt 60: the prompt has"),
     (("train_rm.py", "--learning-rate", "1"), "unrecognized arguments: --learning-rate"),
     (("train_grpo.py", "--group-size", "1"), "--group-size 1"),
     (("train_grpo.py", "--temperature", "0"), "--temperature 0.0"),
@@ -157,7 +189,8 @@ def test_bad_input_is_one_sentence_case12_case14_case16(tiny, tmp_path, monkeypa
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "word " * 200}]}))
     said = {"prompt": [{"role": "user", "content": "word " * 200}]}
     pair = {"chosen": [{"role": "assistant", "content": "y"}], "rejected": [{"role": "assistant", "content": "n"}]}
-    for name, record in (("pair", {**said, **pair}), ("demo", {**said, "completion": pair["chosen"]})):
+    mute = {**pair, "rejected": [{"role": "assistant", "content": "<think>She is sad.</think>"}]}
+    for name, record in (("pair", {**said, **pair}), ("demo", {**said, "completion": pair["chosen"]}), ("mute", {**said, **mute})):
         lines = [json.dumps({"id": f"{name}-{i}", "dialogue_id": str(i), **record}) for i in (1, 2)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (tmp_path / "llama").mkdir()
@@ -167,9 +200,9 @@ def test_bad_input_is_one_sentence_case12_case14_case16(tiny, tmp_path, monkeypa
     (tmp_path / "used").mkdir()
     (tmp_path / "used/notes.txt").write_text("mine")
     names = {"BAD": "bad.jsonl", "EMPTY": "empty.jsonl", "LONG": "long.jsonl", "LLAMA": "llama", "USED": "used", "PAIR": "pair.jsonl",
-             "DEMO": "demo.jsonl"}
+             "DEMO": "demo.jsonl", "MUTE": "mute.jsonl"}
     command = [str(tmp_path / names[c]) if c in names else str(tiny) if c == "TINY" else c for c in command]
-    if command[0].startswith("train") and "--out" not in command:
+    if (command[0].startswith("train") or "respond" in command) and "--out" not in command:
         command += ["--out", str(tmp_path / "run")]
     monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit) as stop:

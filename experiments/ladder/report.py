@@ -58,11 +58,11 @@ def copied(record):
 
 
 def collect(out):
-    results = {"torch": torch.__version__, "threads": torch.get_num_threads(),
+    results = {"torch": torch.__version__,
                "stages": json.loads((out / "stages.json").read_text()), "rows": {}, "pairs": [], "curves": {}, "own": [],
                "opinion": {}}
     for name, policy, n in ROWS:
-        if not (out / f"scores-{name}-reward/scores.jsonl").exists():
+        if not all((out / f"scores-{name}-{judge}/scores.jsonl").exists() for judge in JUDGES):
             continue
         records = lines(out / f"responses-{name}.jsonl")
         by = {judge: scores(out / f"scores-{name}-{judge}") for judge in JUDGES}
@@ -115,6 +115,8 @@ def interval(low, high, form=".2f"):
 def pair_table(results):
     """Accuracy on the validation pairs; equal scores count half for the two rules, not at all for a reward model."""
     rows = []
+    if not results["pairs"]:
+        return "(not measured yet)"
     for name, what in (("reward", "training reward model"), ("gold", "gold reward model"), ("words", "the longer reply wins"),
                        ("tfidf", "the reply more similar to the dialogue (TF-IDF) wins")):
         ties = 0.5 if name in ("words", "tfidf") else 0.0

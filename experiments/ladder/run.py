@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from escrag_min.checkpoint import write_json  # noqa: E402
 from escrag_min.data import SAMPLES, read_jsonl, read_records, split_by_dialogue, write_jsonl  # noqa: E402
 
 SEED = 0
@@ -107,11 +108,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, help="folder with smol/ and qwen05/")
     parser.add_argument("--esconv", type=Path, required=True, help="folder with ESConv's train.jsonl, valid.jsonl, test.jsonl")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs/ladder")
+    parser.add_argument("--out", type=Path, help="[runs/ladder, or runs/ladder-rehearsal]")
     parser.add_argument("--only", default="", help="stages, separated by commas [all]")
     parser.add_argument("--rehearse", action="store_true", help="two steps and four contexts everywhere: does all of it run?")
     args = parser.parse_args()
-    models, esconv, out = (path.resolve() for path in (args.models, args.esconv, args.out))
+    out = args.out or ROOT / ("runs/ladder-rehearsal" if args.rehearse else "runs/ladder")
+    models, esconv, out = (path.resolve() for path in (args.models, args.esconv, out))
     history = out / "stages.json"
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "prepared").exists():
@@ -128,11 +130,13 @@ def main():
             shown = shown.replace(str(folder), short)
         print(f"{time.strftime('%H:%M')} {name}: {shown}", flush=True)
         began = time.time()
-        with open(out / f"{name}.log", "a", encoding="utf-8") as log:
-            code = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log).returncode
-        spent = json.loads(history.read_text()) if history.exists() else {}
-        spent[name] = {"command": shown, "seconds": spent.get(name, {"seconds": []})["seconds"] + [round(time.time() - began)]}
-        history.write_text(json.dumps(spent, indent=1))
+        try:
+            with open(out / f"{name}.log", "a", encoding="utf-8") as log:
+                code = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log).returncode
+        finally:
+            spent = json.loads(history.read_text()) if history.exists() else {}
+            starts = [*spent.get(name, {"seconds": []})["seconds"], round(time.time() - began)]
+            write_json(history, {**spent, name: {"command": shown, "seconds": starts}})
         if code:
             sys.exit(f"{name} ended with status {code}; see {out / f'{name}.log'}")
 
