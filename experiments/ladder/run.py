@@ -70,12 +70,12 @@ def stages(models, esconv, out, rehearse):
                  "--batch-size", 8, "--lr", lr, "--tokens-per-batch", 1024, "--save-every", 10, "--seed", SEED,
                  "--out", out / name, "--resume", *few])
 
-    def grpo(name, start, n, steps):
+    def grpo(name, start, n, steps, *more):
         return (name, f"{name}/model/config.json",
                 ["train_grpo.py", "--model", out / start / "model", "--reward-model", out / "reward/model", "--data",
                  out / "states.jsonl", "--retrieve", n, "--steps", steps, "--prompts-per-step", 1, "--group-size", 6,
                  "--max-new-tokens", 96, "--max-prompt", 640, "--tokens-per-batch", 1600, "--lr", 1e-5, "--beta", 0.02,
-                 "--stop-reward", 1.0, "--save-every", 5, "--seed", SEED, "--out", out / name, "--resume", *few])
+                 "--stop-reward", 1.0, "--save-every", 5, "--seed", SEED, "--out", out / name, "--resume", *more, *few])
 
     def judge(name, responses, judge):
         return (name, f"{name}/summary.json",
@@ -92,7 +92,8 @@ def stages(models, esconv, out, rehearse):
             reward("reward", "pairs.jsonl", 1),
             grpo("rag-grpo", "sft", 3, 150),
             reward("gold", "pairs-gold.jsonl", 2),
-            grpo("grpo", "sft", 0, 175)]
+            grpo("grpo", "sft", 0, 175),
+            grpo("rag-grpo-format", "sft", 3, 45, "--format-penalty", 2.0)]
     rows += [judge(f"valid-{side}-{name}", f"valid-{side}.jsonl", rm) for side in SIDES for name, rm in judges.items()]
     for name, policy, n in ROWS:
         rows.append(respond(f"responses-{name}", policy, n, *contexts))
