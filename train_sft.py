@@ -4,6 +4,9 @@
         batch of demonstrations -> packs of (prompt, [reasoned reply])
         log-probs -> Σ w·nll -> AdamW
 
+The prompt is that of pass 1; with --retrieve n each demonstration comes a
+second time, as the answer to the final prompt of pass 2.
+
     python train_sft.py --model Qwen/Qwen2.5-3B-Instruct \\
         --data demonstrations.jsonl --out runs/sft
     torchrun --nproc_per_node=2 train_sft.py --preset sft-3b --out runs/sft
@@ -19,14 +22,29 @@ from escrag_min.chat import Tokenizer
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
 from escrag_min.memory import checkpointed
 from escrag_min.packing import pack, split_into_packs
-from escrag_min.parallel import backward, compute_dtype, default_device, even, first, load, say, share, total, world
+from escrag_min.parallel import (
+    backward,
+    compute_dtype,
+    default_device,
+    even,
+    first,
+    gather,
+    gathered,
+    load,
+    say,
+    share,
+    total,
+    world,
+)
 from escrag_min.presets import parse_run
 from escrag_min.prompts import fitted_ids, policy_prompt
 from escrag_min.qwen2 import Qwen2
+from escrag_min.retrieval import open_index
+from escrag_min.rollout import two_pass_rollout
 from escrag_min.runs import Run, RunArgs
 from escrag_min.sft import sft_loss, sft_weights
 from escrag_min.tiny import model_or_tiny
-from escrag_min.training import batch_indices, check_batch, check_trees, learning_rate, make_optimizer, update
+from escrag_min.training import batch_indices, check_batch, check_trees, learning_rate, make_optimizer, step_generator, update
 
 
 @dataclass
@@ -36,7 +54,12 @@ class Args(RunArgs):
     epochs: float = option(3.0, "passes over the data (ours)")
     batch_size: int = option(16, "demonstrations per optimizer step (ours)")
     max_length: int = option(2048, "tokens of prompt and reply; the oldest turns of a longer prompt are dropped")
-    held_out: float = option(0.05, "share of the dialogues kept for validation; 0: none")
+    held_out: float = option(0.05, "share of the dialogues kept for validation (of pass 1); 0: none")
+    retrieve: int = option(0, "teach pass 2 too: each demonstration again, as the answer to a final prompt with a draft of the "
+                           "starting policy and n exemplars (ours: 0; a small model does not follow that prompt untaught)")
+    exemplars: str = option(str(SAMPLES / "preferences.jsonl"), "for --retrieve, as in train_grpo.py")
+    encoder: str = option("tfidf", "for --retrieve, as in train_grpo.py")
+    max_new_tokens: int = option(256, "for --retrieve: tokens a draft may have")
 
 
 def demonstration_tree(tokenizer, record, max_length):
@@ -46,6 +69,20 @@ def demonstration_tree(tokenizer, record, max_length):
     with about(f"{record['id']}, --max-length {max_length}"):
         prompt, dropped = fitted_ids(tokenizer, policy_prompt, record["prompt"], max_length - len(reply))
     return (prompt, [reply]), dropped
+
+
+def final_trees(records, model, tokenizer, args):
+    """The demonstrations as (final prompt ids, [reply ids]): what train_grpo.py's pass 2 asks, answered.
+
+    The draft in a prompt is sampled from the model as it is; exemplars are never of the own dialogue. Each rank drafts its share.
+    """
+    index = open_index(args.exemplars, args.encoder)
+    replies = [tokenizer.reply_ids(r["completion"]) for r in records]
+    streams = [step_generator(args.seed, 0, place) for place in share(range(len(records)))]
+    with gathered(model) as sampler:
+        rollouts = two_pass_rollout(sampler, tokenizer, share(records), index, 0, args.retrieve, args.max_new_tokens,
+                                    prompt_limit=args.max_length - max(map(len, replies)), generator=streams, progress=True)
+    return [(prompt, [reply]) for prompt, reply in zip(gather([r.prompt for r in rollouts]), replies)]
 
 
 def batch_loss(model, trees, args, device, train=False):
@@ -71,6 +108,7 @@ def main(argv=None):
     if args is None:        # --plan
         return
     check_batch("--batch-size", args.batch_size, "demonstrations")
+    check(args.retrieve >= 0, f"--retrieve {args.retrieve} must be 0 or more")
     check(not args.keep_best or args.held_out, "--keep-best needs --held-out above 0: without it nothing is measured")
     device = default_device()
     records = read_records(args.data, "demonstration", args.limit, args.seed)
@@ -84,10 +122,15 @@ def main(argv=None):
     trees, held_out_trees = ([tree for tree, _ in part] for part in (fitted[:len(train)], fitted[len(train):]))
     model = load(Qwen2, args.model).train()
     model.model.checkpoint_blocks = checkpointed(args, model.config)
+    if args.retrieve:       # before --resume gives the model other weights: the same drafts each time
+        second = final_trees(train, model, tokenizer, args)
+        check_trees(train, second, args.tokens_per_batch)
+        trees += second
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     steps = args.steps or math.ceil(args.epochs * len(trees) / args.batch_size)
     run.start(model, optimizer)
-    say(f"{len(train)} demonstrations, {len(held_out)} held out, {turns_dropped} old turns dropped to fit "
+    twice = " (twice: once as pass 2)" if args.retrieve else ""
+    say(f"{len(train)} demonstrations{twice}, {len(held_out)} held out, {turns_dropped} old turns dropped to fit "
         f"--max-length; {steps} steps on {device}, writing {run.out}")
 
     for step in run.steps(steps, "sft"):

@@ -51,6 +51,7 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
 
     states          records with "prompt"
     index           ExemplarIndex; not needed where retrieve is 0
+    group_size      G, final responses a state; 0: only the final prompts, as train_sft.py --retrieve wants them
     retrieve        n, exemplars in the final prompt; 0: one pass
     initial         "group": one initial response a state; "rollout": one for each of the G
     prompt_limit    tokens a prompt may have; the oldest turns of the dialogue are dropped to fit, then exemplars
@@ -85,7 +86,9 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
              for (i, draft), found in zip(drafts, hits)]
     if isinstance(generator, list):
         generator = [generator[i] for i, _ in drafts]
-    drawn = speak([ids for ids, _, _ in final], group_size // copies, generator)    # G, or 1 each
+    drawn = [[] for _ in final]
+    if group_size:
+        drawn = speak([ids for ids, _, _ in final], group_size // copies, generator)      # G, or 1 each
     return [Rollout(states[i], i, draft, first[i][0], shown, ids, responses, dropped)
             for (i, draft), (ids, dropped, shown), responses in zip(drafts, final, drawn)]
 

@@ -17,6 +17,7 @@ import train_rm
 import train_sft
 from escrag_min import walkthrough
 from escrag_min.args import run_script
+from escrag_min.data import read_records
 from escrag_min.qwen2 import Qwen2
 from escrag_min.reward import RewardModel
 from escrag_min.rollout import Response, Rollout
@@ -44,6 +45,21 @@ def test_sft_learns_and_writes_a_model(tiny, tmp_path):
     assert "held_out_loss" in rows[-1]
     Qwen2.from_pretrained(tmp_path / "run/model")
     assert json.loads((tmp_path / "run/config.json").read_text())["options"]["lr"] == 1e-2
+
+
+def test_sft_teaches_both_passes(tiny, tmp_path, tokenizer):
+    """With --retrieve each demonstration stands in two trees with the same reply: pass 1's prompt, and pass 2's."""
+    args = train_sft.Args(retrieve=2, max_new_tokens=6, max_length=1500)
+    records = read_records(args.data, "demonstration", 3)
+    trees = train_sft.final_trees(records, Qwen2.from_pretrained(tiny), tokenizer, args)
+    assert trees == train_sft.final_trees(records, Qwen2.from_pretrained(tiny), tokenizer, args)     # the seed decides
+    for record, (prompt, branches) in zip(records, trees):
+        text = tokenizer.decode(prompt)
+        assert record["prompt"][-1]["content"] in text and "Your first draft of a reply" in text
+        assert branches == train_sft.demonstration_tree(tokenizer, record, 1500)[0][1]
+    train_sft.main(["--model", str(tiny), "--out", str(tmp_path / "run"), "--steps", "2", "--retrieve", "2", "--max-new-tokens", "6",
+                    "--limit", "8", "--batch-size", "4", "--tokens-per-batch", "2048", "--max-length", "1500"])
+    assert len(metrics(tmp_path / "run")) == 2
 
 
 def test_rm_learns_and_standardises(tiny, tmp_path, capsys):
