@@ -105,7 +105,7 @@ def test_the_same_ids_in_training_reward_and_evaluation_case47(tokenizer, tiny, 
     model = RewardModel.from_pretrained(tiny)
     monkeypatch.setattr(RewardModel, "forward", lambda self, packed: seen.append(packed.tokens.tolist()) or torch.zeros(len(packed.last)))
     score_replies(model, tokenizer, [(DIALOGUE, ["Since when?"])])                      # GRPO's reward, and evaluation
-    record = {"prompt": DIALOGUE, "chosen": "<think>Stage: x</think>\nSince when?", "rejected": "Oh."}
+    record = {"id": "x", "prompt": DIALOGUE, "chosen": "<think>Stage: x</think>\nSince when?", "rejected": "Oh."}
     (prompt, (chosen, _)), _ = train_rm.pair_tree(tokenizer, record, 2048)                 # training: reasoning is not seen
     assert seen == [prompt + chosen]
 
@@ -127,13 +127,13 @@ def test_an_empty_reply_gets_the_fixed_reward(tokenizer, tiny):
 
 
 def test_identical_replies_are_dropped_and_counted_case50(tokenizer):
-    same = train_rm.pair_tree(tokenizer, {"prompt": DIALOGUE, "chosen": "<think>a</think>Yes.", "rejected": "Yes."}, 2048)[0]
-    other = train_rm.pair_tree(tokenizer, {"prompt": DIALOGUE, "chosen": "Yes.", "rejected": "No."}, 2048)[0]
+    same = train_rm.pair_tree(tokenizer, {"id": "x", "prompt": DIALOGUE, "chosen": "<think>a</think>Yes.", "rejected": "Yes."}, 2048)[0]
+    other = train_rm.pair_tree(tokenizer, {"id": "x", "prompt": DIALOGUE, "chosen": "Yes.", "rejected": "No."}, 2048)[0]
     assert train_rm.usable_pairs([same, other]) == ([other], 1)
 
 
 def test_a_tie_is_not_correct_case49(tokenizer, tiny):
-    trees = [train_rm.pair_tree(tokenizer, {"prompt": DIALOGUE, "chosen": "Yes, I see.", "rejected": "No."}, 2048)[0]]
+    trees = [train_rm.pair_tree(tokenizer, {"id": "x", "prompt": DIALOGUE, "chosen": "Yes, I see.", "rejected": "No."}, 2048)[0]]
     result = train_rm.evaluate(RewardModel.from_pretrained(tiny), trees, train_rm.Args(), "cpu")       # a head of zeros
     assert result == {"held_out_accuracy": 0.0, "longer_wins_accuracy": 1.0, "held_out_loss": pytest.approx(0.6931, abs=1e-4)}
 
