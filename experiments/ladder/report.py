@@ -57,6 +57,11 @@ def copied(record):
     return sum(g in shown for g in own) / len(own) if shown and own else None
 
 
+def speaks_as_client(reply):
+    """Whether a reply begins as a line of the prompt's list does: "3. Client: ..."."""
+    return bool(re.match(r"\W*\d*\W*client:", reply, re.IGNORECASE))
+
+
 def collect(out):
     results = {"torch": torch.__version__,
                "stages": json.loads((out / "stages.json").read_text()), "rows": {}, "pairs": [], "curves": {}, "own": [],
@@ -69,7 +74,8 @@ def collect(out):
         results["rows"][name] = {
             "policy": policy, "n": n, "text": reply_statistics(records) | {"commonest_opening": ""},
             "contexts": [{"id": r["id"], "dialogue_id": r["dialogue_id"], **{judge: by[judge][r["id"]] for judge in JUDGES},
-                          "words": len(r["reply"].split()), "well_formed": r["well_formed"], "finished": r["finished"],
+                          "words": len(r["reply"].split()), "as_client": speaks_as_client(r["reply"]),
+                          "well_formed": r["well_formed"], "finished": r["finished"],
                           "copied": copied(r), "similarity": r["exemplars"][0]["score"] if r["exemplars"] else None}
                          for r in records]}
     if all((out / f"valid-{side}-{judge}/scores.jsonl").exists() for side in SIDES for judge in JUDGES):
@@ -131,10 +137,12 @@ def row_numbers(row):
     contexts, text = row["contexts"], row["text"]
     return [number(mean(c["reward"] for c in contexts)), f"{text['words']:.0f}", number(text["question_rate"]),
             number(text["early_advice_rate"]), number(text["distinct_2"]), f"{mean(c['well_formed'] for c in contexts):.2f}",
-            number(mean(c["copied"] for c in contexts))]
+            number(mean(c["copied"] for c in contexts)), number(mean(c["as_client"] for c in contexts)),
+            str(sum(c["words"] == 0 for c in contexts))]
 
 
-LOOKS = ["training reward", "words", "questions", "early advice", "distinct-2", "well-formed", "copied"]
+LOOKS = ["training reward", "words", "questions", "early advice", "distinct-2", "well-formed", "copied",
+         "speaks as client", "empty"]
 
 
 def gold(row):
@@ -160,9 +168,11 @@ def sweep_table(results):
                     [[str(row["n"]), *gold(row), *row_numbers(row)] for row in sorted(rows, key=lambda r: r["n"])])
 
 
-def against(results, here, other, judge="gold"):
+def against(results, here, other, judge="gold", answered=False):
+    """Gap between two rows by a judge; answered: over the contexts to which both have a reply."""
     a, b = ({c["id"]: c for c in results["rows"][name]["contexts"]} for name in (here, other))
-    return paired_bootstrap([a[i][judge] for i in a], [b[i][judge] for i in a], [a[i]["dialogue_id"] for i in a])
+    ids = [i for i in a if not answered or a[i]["words"] and b[i]["words"]]
+    return paired_bootstrap([a[i][judge] for i in ids], [b[i][judge] for i in ids], [a[i]["dialogue_id"] for i in ids])
 
 
 def hypothesis_table(results):
@@ -171,10 +181,11 @@ def hypothesis_table(results):
                               ("H3: RAG-GRPO - vanilla GRPO + RAG", "full", "grpo-rag")):
         if {here, other} <= set(results["rows"]):
             for judge in JUDGES:
-                gap = against(results, here, other, judge)
-                rows.append([what, judge, number(gap["difference"], "+.2f"), interval(gap["low"], gap["high"]),
-                             number(gap["p"], ".3f")])
-    return markdown_table(["", "by", "difference", "95%", "p"], rows)
+                for answered in (False, True):
+                    gap = against(results, here, other, judge, answered)
+                    rows.append([what, judge, "that both answer" if answered else "all", str(gap["n"]),
+                                 number(gap["difference"], "+.2f"), interval(gap["low"], gap["high"]), number(gap["p"], ".3f")])
+    return markdown_table(["", "by", "contexts", "n", "difference", "95%", "p"], rows)
 
 
 def opinion_table(results):
