@@ -63,9 +63,11 @@ def speaks_as_client(reply):
 
 
 def collect(out):
-    results = {"torch": torch.__version__,
-               "stages": json.loads((out / "stages.json").read_text()), "rows": {}, "pairs": [], "curves": {}, "own": [],
-               "opinion": {}}
+    results = {"torch": torch.__version__, "stages": {}, "rows": {}, "pairs": [], "curves": {}, "own": [], "opinion": {}}
+    for start in lines(out / "stages.jsonl"):
+        stage = results["stages"].setdefault(start["stage"], {"command": "", "seconds": []})
+        stage["command"] = start["command"]
+        stage["seconds"].append(start["seconds"])
     for name, policy, n in ROWS:
         if not all((out / f"scores-{name}-{judge}/scores.jsonl").exists() for judge in JUDGES):
             continue

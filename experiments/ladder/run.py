@@ -7,7 +7,7 @@ each number is what it is):
 
 --models holds smol/ and qwen05/. Stop it at any time: the same command goes on
 where it was. Each stage's output is in OUT/STAGE.log, its command and the wall
-time of each of its starts in OUT/stages.json.
+time of each of its starts in OUT/stages.jsonl.
 """
 import argparse
 import json
@@ -19,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from escrag_min.checkpoint import write_json  # noqa: E402
 from escrag_min.data import SAMPLES, read_jsonl, read_records, split_by_dialogue, write_jsonl  # noqa: E402
 
 SEED = 0
@@ -27,7 +26,9 @@ PAIRS_A, PAIRS_B, PAIRS_VALID = 800, 800, 300
 SECOND_OPINION = 30     # contexts that the qwen05 judge sees
 ROWS = [                # name, policy, exemplars at inference: the ladder, then the sweep
     ("base", "base", 0), ("base-rag", "base", 3), ("sft", "sft", 0), ("grpo", "grpo", 0), ("grpo-rag", "grpo", 3),
-    ("full", "rag-grpo", 3), ("full-n0", "rag-grpo", 0), ("full-n2", "rag-grpo", 2), ("full-n4", "rag-grpo", 4)]
+    ("full", "rag-grpo", 3), ("full-n0", "rag-grpo", 0),
+    ("both", "sft-both", 0), ("both-rag", "sft-both", 3), ("full-both", "rag-grpo-both", 3),       # the second climb
+    *((f"full-both-n{n}", "rag-grpo-both", n) for n in (0, 2, 4))]
 SIDES = ("chosen", "rejected")
 LADDER = [name for name, *_ in ROWS[:6]]
 
@@ -64,11 +65,11 @@ def stages(models, esconv, out, rehearse):
                  "--max-length", 224, "--held-out", 0.05, "--eval-every", 20, "--save-every", 10, "--tokens-per-batch", 2048,
                  "--seed", seed, "--out", out / name, "--resume", *few])
 
-    def sft(name, model, epochs, lr):
+    def sft(name, model, epochs, lr, *more):
         return (name, f"{name}/model/config.json",
-                ["train_sft.py", "--model", models / model, "--data", SAMPLES / "demonstrations.jsonl", "--epochs", epochs,
+                ["train_sft.py", "--model", model, "--data", SAMPLES / "demonstrations.jsonl", "--epochs", epochs,
                  "--batch-size", 8, "--lr", lr, "--tokens-per-batch", 1024, "--save-every", 10, "--seed", SEED,
-                 "--out", out / name, "--resume", *few])
+                 "--out", out / name, "--resume", *more, *few])
 
     def grpo(name, start, n, steps, *more):
         return (name, f"{name}/model/config.json",
@@ -88,18 +89,20 @@ def stages(models, esconv, out, rehearse):
                  "--max-prompt", 1024, "--batch-size", 20, "--out", out / f"{name}.jsonl"])
     judges = {name: f"rm:{out / name / 'model'}" for name in ("reward", "gold")}
     contexts = ("--data", esconv / "test.jsonl", "--limit", 4 if rehearse else 100)
-    rows = [sft("sft", "smol", 2, 5e-5),
+    rows = [sft("sft", models / "smol", 2, 5e-5),
             reward("reward", "pairs.jsonl", 1),
             grpo("rag-grpo", "sft", 3, 150),
             reward("gold", "pairs-gold.jsonl", 2),
             grpo("grpo", "sft", 0, 175),
-            grpo("rag-grpo-format", "sft", 3, 45, "--format-penalty", 2.0)]
+            grpo("rag-grpo-format", "sft", 3, 45, "--format-penalty", 2.0),
+            sft("sft-both", out / "sft/model", 1, 5e-5, "--retrieve", 3, "--max-new-tokens", 96, "--max-length", 768),
+            grpo("rag-grpo-both", "sft-both", 3, 150)]
     rows += [judge(f"valid-{side}-{name}", f"valid-{side}.jsonl", rm) for side in SIDES for name, rm in judges.items()]
     for name, policy, n in ROWS:
         rows.append(respond(f"responses-{name}", policy, n, *contexts))
         rows += [judge(f"scores-{name}-{by}", f"responses-{name}.jsonl", rm) for by, rm in judges.items()]
     rows += [respond(f"own-{name}", policy, n, "--limit", 5) for name, policy, n in ROWS if name in LADDER]
-    rows += [sft("qwen-sft", "qwen05", 1, 2e-5),
+    rows += [sft("qwen-sft", models / "qwen05", 1, 2e-5, "--limit", 64),
              grpo("qwen-rag-grpo", "qwen-sft", 3, 30)]
     rows += [judge(f"opinion-{name}", f"some-{name}.jsonl", models / "qwen05") for name in LADDER]
     return [(name, out / done, [str(word) for word in command]) for name, done, command in rows]
@@ -115,7 +118,6 @@ def main():
     args = parser.parse_args()
     out = args.out or ROOT / ("runs/ladder-rehearsal" if args.rehearse else "runs/ladder")
     models, esconv, out = (path.resolve() for path in (args.models, args.esconv, out))
-    history = out / "stages.json"
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "prepared").exists():
         prepare(esconv, out)
@@ -135,9 +137,8 @@ def main():
             with open(out / f"{name}.log", "a", encoding="utf-8") as log:
                 code = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log).returncode
         finally:
-            spent = json.loads(history.read_text()) if history.exists() else {}
-            starts = [*spent.get(name, {"seconds": []})["seconds"], round(time.time() - began)]
-            write_json(history, {**spent, name: {"command": shown, "seconds": starts}})
+            with open(out / "stages.jsonl", "a", encoding="utf-8") as history:      # two runners may work side by side
+                history.write(json.dumps({"stage": name, "command": shown, "seconds": round(time.time() - began)}) + "\n")
         if code:
             sys.exit(f"{name} ended with status {code}; see {out / f'{name}.log'}")
 
