@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from escrag_min import evaluation, plots, sheet, show
-from escrag_min.args import add_options, check, option, run_script
+from escrag_min.args import about, add_options, check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.checkpoint import write_json
 from escrag_min.data import SAMPLES, read_finished, read_records, write_jsonl
@@ -141,8 +141,9 @@ class Responder:
     def __call__(self, states, progress=False):
         a = self.args       # a random stream of its own for each state: what else is in the batch does not matter
         generators = [torch.Generator().manual_seed(derived_seed(a.seed, s["id"], len(s["prompt"]))) for s in states]
-        return two_pass_rollout(self.model, self.tokenizer, states, self.index, 1, a.retrieve, a.max_new_tokens,
-                                a.temperature, "group", a.max_prompt, generators, progress)
+        with about(f"--max-prompt {a.max_prompt}"):
+            return two_pass_rollout(self.model, self.tokenizer, states, self.index, 1, a.retrieve, a.max_new_tokens,
+                                    a.temperature, "group", a.max_prompt, generators, progress)
 
 
 def response_record(rollout, args):

@@ -31,6 +31,7 @@ from escrag_min.parallel import (
     gather,
     gathered,
     load,
+    main_first,
     say,
     share,
     total,
@@ -40,7 +41,7 @@ from escrag_min.presets import parse_run
 from escrag_min.prompts import fitted_ids, policy_prompt
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
-from escrag_min.rollout import two_pass_rollout
+from escrag_min.rollout import first_pass
 from escrag_min.runs import Run, RunArgs
 from escrag_min.sft import sft_loss, sft_weights
 from escrag_min.tiny import model_or_tiny
@@ -71,17 +72,17 @@ def demonstration_tree(tokenizer, record, max_length):
     return (prompt, [reply]), dropped
 
 
-def final_trees(records, model, tokenizer, args):
+def final_trees(records, model, tokenizer, index, args):
     """The demonstrations as (final prompt ids, [reply ids]): what train_grpo.py's pass 2 asks, answered.
 
     The draft in a prompt is sampled from the model as it is; exemplars are never of the own dialogue. Each rank drafts its share.
     """
-    index = open_index(args.exemplars, args.encoder)
     replies = [tokenizer.reply_ids(r["completion"]) for r in records]
+    room = args.max_length - max(map(len, replies))
     streams = [step_generator(args.seed, 0, place) for place in share(range(len(records)))]
-    with gathered(model) as sampler:
-        rollouts = two_pass_rollout(sampler, tokenizer, share(records), index, 0, args.retrieve, args.max_new_tokens,
-                                    prompt_limit=args.max_length - max(map(len, replies)), generator=streams, progress=True)
+    with gathered(model) as sampler, about(f"--retrieve: --max-length {args.max_length} less the longest completion is {room}"):
+        rollouts = first_pass(sampler, tokenizer, share(records), index, args.retrieve, max_new_tokens=args.max_new_tokens,
+                              prompt_limit=room, generator=streams, progress=True)
     return [(prompt, [reply]) for prompt, reply in zip(gather([r.prompt for r in rollouts]), replies)]
 
 
@@ -113,6 +114,7 @@ def main(argv=None):
     device = default_device()
     records = read_records(args.data, "demonstration", args.limit, args.seed)
     run = Run("train_sft", args, held_out=("held_out_loss", min))
+    index = main_first(lambda: open_index(args.exemplars, args.encoder, run.out / "index")) if args.retrieve else None
     args.model = first(lambda: str(model_or_tiny(args.model, run.out)))
     tokenizer = Tokenizer.from_pretrained(args.model)
     train, held_out = split_by_dialogue(records, args.held_out, args.seed) if args.held_out else (records, [])
@@ -123,7 +125,7 @@ def main(argv=None):
     model = load(Qwen2, args.model).train()
     model.model.checkpoint_blocks = checkpointed(args, model.config)
     if args.retrieve:       # before --resume gives the model other weights: the same drafts each time
-        second = final_trees(train, model, tokenizer, args)
+        second = final_trees(train, model, tokenizer, index, args)
         check_trees(train, second, args.tokens_per_batch)
         trees += second
     optimizer = make_optimizer(model, args.lr, args.weight_decay)

@@ -109,19 +109,24 @@ def plan_items(script, args, ranks, config, reward_config=None, e=2):
         if args.beta:
             kept.append(("reference, frozen", e * n / w))
         prompts = -(-args.prompts_per_step // w)
-        rows, a_prompt = prompts * args.group_size, args.max_prompt + args.group_size * args.max_new_tokens
-        cached = min(prompts * a_prompt, max(MAX_CACHE_TOKENS, a_prompt))
-        a_token = 2 * e * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        prefill = max(PREFILL_TOKENS, args.max_prompt)
-        phases["sampling"] = [
-            ("gathered policy", e * n if w > 1 or e == 2 else 0), ("packed weights", e * n if e == 4 else 0),
-            ("keys and values", cached * a_token),
-            ("logits and probabilities", rows * config.vocab_size * (e + 3 * 8)),
-            ("prefill", prefill * (4 * config.hidden_size * 4 + 3 * config.intermediate_size * e))]
+        phases["sampling"] = sampling_items(config, e, w, prompts, args.max_prompt, args.group_size, args.max_new_tokens)
         phases["reward"] = [
             ("gathered weights", e * (root_parameters(reward_config, True) + 2 * block_parameters(reward_config)) if w > 1 else 0),
             ("a forward pass", tokens * (4 * reward_config.hidden_size * 4 + 3 * reward_config.intermediate_size * e))]
+    if script == "train_sft" and args.retrieve:         # before the first step; as many as are held at once
+        phases["sampling of drafts"] = sampling_items(config, e, w, MAX_CACHE_TOKENS, args.max_length, 1, args.max_new_tokens)
     return phases
+
+
+def sampling_items(c, e, ranks, prompts, max_prompt, copies, new_tokens):
+    """[(what, bytes)] of a rank that samples `copies` completions of each of its prompts; more than fit its cache go in turns."""
+    n, a_prompt = parameters(c), max_prompt + copies * new_tokens
+    prompts = min(prompts, max(1, MAX_CACHE_TOKENS // a_prompt))
+    a_token = 2 * e * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    return [("gathered policy", e * n if ranks > 1 or e == 2 else 0), ("packed weights", e * n if e == 4 else 0),
+            ("keys and values", prompts * a_prompt * a_token),
+            ("logits and probabilities", prompts * copies * c.vocab_size * (e + 3 * 8)),
+            ("prefill", max(PREFILL_TOKENS, max_prompt) * (4 * c.hidden_size * 4 + 3 * c.intermediate_size * e))]
 
 
 def totals(phases):

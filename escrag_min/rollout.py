@@ -51,46 +51,67 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
 
     states          records with "prompt"
     index           ExemplarIndex; not needed where retrieve is 0
-    group_size      G, final responses a state; 0: only the final prompts, as train_sft.py --retrieve wants them
+    group_size      G, final responses a state
     retrieve        n, exemplars in the final prompt; 0: one pass
     initial         "group": one initial response a state; "rollout": one for each of the G
     prompt_limit    tokens a prompt may have; the oldest turns of the dialogue are dropped to fit, then exemplars
     generator       for sampling: one, or a list of one a state: then a state's rollouts do not depend on the others
+    progress        tqdm bars over the new tokens
     -> list[Rollout], the states in order; one a state, or group_size a state with initial="rollout"
     """
     if initial not in ("group", "rollout"):
         raise ValueError(f'two_pass_rollout: initial={initial!r}; allowed: "group", "rollout"')
     if retrieve < 0 or retrieve and index is None:
         raise ValueError(f"two_pass_rollout: retrieve={retrieve} needs an exemplar index and must be >= 0")
-
-    def speak(prompts, copies, generator):
-        completions = sample(model, prompts, copies, max_new_tokens, temperature, stop_tokens=tokenizer.stop_tokens,
-                             vocab_size=len(tokenizer), generator=generator, progress=progress)
-        return [[as_response(tokenizer, c) for c in group] for group in completions]
-
-    if not states:
-        return []
-    first = []
-    for state in states:
-        with about(f"{state['id']}, --max-prompt {prompt_limit}"):
-            first.append(fitted_ids(tokenizer, policy_prompt, state["prompt"], prompt_limit))
+    copies = 1
     if retrieve == 0:
-        drawn = speak([ids for ids, _ in first], group_size, generator)
-        return [Rollout(state, i, None, [], [], ids, responses, dropped)
-                for i, (state, (ids, dropped), responses) in enumerate(zip(states, first, drawn))]
-
-    copies = 1 if initial == "group" else group_size
-    drafts = [(i, draft) for i, group in enumerate(speak([ids for ids, _ in first], copies, generator)) for draft in group]
-    hits = index.search([draft_text(draft) for _, draft in drafts], retrieve, [states[i]["dialogue_id"] for i, _ in drafts])
-    final = [final_prompt(tokenizer, states[i]["prompt"], draft_text(draft), found, prompt_limit)
-             for (i, draft), found in zip(drafts, hits)]
+        rollouts = [Rollout(state, i, None, [], [], ids, [], dropped)
+                    for i, (state, (ids, dropped)) in enumerate(zip(states, initial_prompts(tokenizer, states, prompt_limit)))]
+    else:
+        copies = 1 if initial == "group" else group_size
+        rollouts = first_pass(model, tokenizer, states, index, retrieve, copies, max_new_tokens, temperature, prompt_limit,
+                              generator, progress)
     if isinstance(generator, list):
-        generator = [generator[i] for i, _ in drafts]
-    drawn = [[] for _ in final]
-    if group_size:
-        drawn = speak([ids for ids, _, _ in final], group_size // copies, generator)      # G, or 1 each
-    return [Rollout(states[i], i, draft, first[i][0], shown, ids, responses, dropped)
-            for (i, draft), (ids, dropped, shown), responses in zip(drafts, final, drawn)]
+        generator = [generator[r.group] for r in rollouts]
+    drawn = speak(model, tokenizer, [r.prompt for r in rollouts], group_size // copies, max_new_tokens, temperature, generator,
+                  progress)
+    for rollout, responses in zip(rollouts, drawn):         # G, or 1 each
+        rollout.responses = responses
+    return rollouts
+
+
+def first_pass(model, tokenizer, states, index, retrieve, copies=1, max_new_tokens=256, temperature=1.0, prompt_limit=2048,
+               generator=None, progress=False):
+    """Pass 1 and retrieval: everything of the rollouts but their responses.
+
+    copies      initial responses a state; each has a Rollout of its own, with the final prompt made from it
+    The rest as in two_pass_rollout.
+    """
+    first = initial_prompts(tokenizer, states, prompt_limit)
+    drawn = speak(model, tokenizer, [ids for ids, _ in first], copies, max_new_tokens, temperature, generator, progress)
+    drafts = [(i, draft) for i, group in enumerate(drawn) for draft in group]
+    hits = index.search([draft_text(draft) for _, draft in drafts], retrieve, [states[i]["dialogue_id"] for i, _ in drafts])
+    rollouts = []
+    for (i, draft), found in zip(drafts, hits):
+        ids, dropped, shown = final_prompt(tokenizer, states[i]["prompt"], draft_text(draft), found, prompt_limit)
+        rollouts.append(Rollout(states[i], i, draft, first[i][0], shown, ids, [], dropped))
+    return rollouts
+
+
+def speak(model, tokenizer, prompts, copies, max_new_tokens, temperature, generator, progress):
+    """Sampled answers to prompts -> list[list[Response]], [len(prompts)][copies]"""
+    completions = sample(model, prompts, copies, max_new_tokens, temperature, stop_tokens=tokenizer.stop_tokens,
+                         vocab_size=len(tokenizer), generator=generator, progress=progress)
+    return [[as_response(tokenizer, c) for c in group] for group in completions]
+
+
+def initial_prompts(tokenizer, states, limit):
+    """Pass 1's prompts -> [(ids, old turns dropped)]"""
+    prompts = []
+    for state in states:
+        with about(f"{state['id']}, prompts of at most {limit} tokens"):
+            prompts.append(fitted_ids(tokenizer, policy_prompt, state["prompt"], limit))
+    return prompts
 
 
 def final_prompt(tokenizer, dialogue, draft, hits, limit):

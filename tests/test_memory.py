@@ -92,6 +92,9 @@ def test_a_plan_by_hand():
     assert sizes["gathered policy"] == pytest.approx(6.172, abs=0.001)
     assert sizes["keys and values"] == pytest.approx(2.114, abs=0.001)
     assert sizes["reward model, frozen"] == pytest.approx(7.07, abs=0.01)
+    # the drafts of train_sft.py --retrieve: 28 prompts of 2048 + 256 tokens in 65536; 28 · 2304 · 36864 bytes
+    phases = memory.plan_items("train_sft", train_sft.Args(retrieve=3), 2, memory.published("3B"))
+    assert dict(phases["sampling of drafts"])["keys and values"] / 1e9 == pytest.approx(2.378, abs=0.001)
 
 
 @pytest.mark.parametrize("script, name, shrink", [

@@ -19,6 +19,7 @@ from escrag_min import walkthrough
 from escrag_min.args import run_script
 from escrag_min.data import read_records
 from escrag_min.qwen2 import Qwen2
+from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel
 from escrag_min.rollout import Response, Rollout
 
@@ -51,15 +52,21 @@ def test_sft_teaches_both_passes(tiny, tmp_path, tokenizer):
     """With --retrieve each demonstration stands in two trees with the same reply: pass 1's prompt, and pass 2's."""
     args = train_sft.Args(retrieve=2, max_new_tokens=6, max_length=1500)
     records = read_records(args.data, "demonstration", 3)
-    trees = train_sft.final_trees(records, Qwen2.from_pretrained(tiny), tokenizer, args)
-    assert trees == train_sft.final_trees(records, Qwen2.from_pretrained(tiny), tokenizer, args)     # the seed decides
+    index = open_index(args.exemplars)
+
+    def trees_of(args):
+        return train_sft.final_trees(records, Qwen2.from_pretrained(tiny), tokenizer, index, args)
+    trees = trees_of(args)
+    assert trees == trees_of(args)     # the seed decides
     for record, (prompt, branches) in zip(records, trees):
         text = tokenizer.decode(prompt)
         assert record["prompt"][-1]["content"] in text and "Your first draft of a reply" in text
         assert branches == train_sft.demonstration_tree(tokenizer, record, 1500)[0][1]
+    with pytest.raises(ValueError, match="--retrieve: --max-length 300 less the longest completion is"):
+        trees_of(train_sft.Args(retrieve=2, max_new_tokens=6, max_length=300))
     train_sft.main(["--model", str(tiny), "--out", str(tmp_path / "run"), "--steps", "2", "--retrieve", "2", "--max-new-tokens", "6",
                     "--limit", "8", "--batch-size", "4", "--tokens-per-batch", "2048", "--max-length", "1500"])
-    assert len(metrics(tmp_path / "run")) == 2
+    assert len(metrics(tmp_path / "run")) == 2 and (tmp_path / "run/index/meta.json").exists()
 
 
 def test_rm_learns_and_standardises(tiny, tmp_path, capsys):
@@ -183,7 +190,7 @@ def bad_file(tmp_path, text):
     (("train_rm.py", "--eval-every", "0"), "--eval-every 0 must be at least 1"),
     (("train_sft.py", "--steps", "0"), "--steps 0 must be at least 1"),
     (("evaluate.py", "respond", "--model", "TINY", "--batch-size", "0"), "--batch-size 0 must be at least 1"),
-    (("evaluate.py", "respond", "--model", "TINY", "--data", "PAIR", "--max-prompt", "60", "--retrieve", "0"), "pair-1, --max-prompt 60: the prompt has"),
+    (("evaluate.py", "respond", "--model", "TINY", "--data", "PAIR", "--max-prompt", "60", "--retrieve", "0"), "--max-prompt 60: pair-1, prompts of at most 60 tokens: the prompt has"),
     (("train_rm.py", "--learning-rate", "1"), "unrecognized arguments: --learning-rate"),
     (("train_grpo.py", "--group-size", "1"), "--group-size 1"),
     (("train_grpo.py", "--temperature", "0"), "--temperature 0.0"),
