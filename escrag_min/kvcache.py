@@ -8,37 +8,35 @@ class KVCache:
     """Keys and values of R rows of sampling. Each row goes on from one of P prompts, whose keys its rows share, by tokens of its
     own, of which all rows have equally many: no padding, except that shorter prompts stand beside longer ones.
 
-    prompts         lengths of the P prompts, each continued by `copies` rows; none: rows from nothing
+    prompts         lengths of the P prompts, each continued by `copies` rows: R = P·copies
     capacity        own tokens a row may come to
     keys, values    per layer [R,K,capacity,D], columns < used in use; trunk_keys, trunk_values per layer [P,K,L,D]
     """
 
-    def __init__(self, config, rows, capacity, dtype=torch.float32, device="cpu", prompts=(), copies=1):
+    def __init__(self, config, prompts, copies, capacity, dtype=torch.float32, device="cpu"):
         def store(*shape):
             # zeros, not empty: a hidden column has weight 0, and 0 times what memory happens to hold may be NaN
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        heads, d = config.num_key_value_heads, config.head_dim
+        heads, d, rows = config.num_key_value_heads, config.head_dim, len(prompts) * copies
         self.keys, self.values = store(rows, heads, capacity, d), store(rows, heads, capacity, d)
         self.capacity, self.rows, self.used = capacity, rows, 0
         self.prompts = torch.tensor(prompts, dtype=torch.long, device=device)                           # [P]
-        if prompts:
-            self.trunk_keys, self.trunk_values = (store(len(prompts), heads, max(prompts), d) for _ in range(2))
-            self.prompt = torch.arange(len(prompts), device=device).repeat_interleave(copies)           # [R] whose row it is
-            self._lay_out()
+        self.trunk_keys, self.trunk_values = (store(len(prompts), heads, max(prompts), d) for _ in range(2))
+        self.prompt = torch.arange(len(prompts), device=device).repeat_interleave(copies)               # [R] whose row it is
+        self._lay_out()
 
-    def step(self, t):
-        """Make room for t new tokens in every row -> their positions [R,t]."""
-        if self.used + t > self.capacity:
-            raise ValueError(f"KVCache: a row of {self.used + t} tokens does not fit its capacity of {self.capacity}")
-        own = torch.arange(self.used, self.used + t, device=self.prompts.device)                        # [t]
-        self.used += t
-        return own + (self.prompts[self.prompt][:, None] if len(self.prompts) else 0)
+    def step(self):
+        """Make room for one new token in every row -> its position [R,1]."""
+        if self.used == self.capacity:
+            raise ValueError(f"KVCache: a row of {self.used + 1} tokens does not fit its capacity of {self.capacity}")
+        self.used += 1
+        return (self.prompts[self.prompt] + self.used - 1)[:, None]
 
     def update(self, layer, k, v):
-        """k, v [R,K,t,D] of the new tokens -> keys and values of all own tokens so far, [R,K,used,D]."""
-        keys, values, t = self.keys[layer][:self.rows], self.values[layer][:self.rows], k.shape[2]
-        keys[:, :, self.used - t:self.used] = k
-        values[:, :, self.used - t:self.used] = v
+        """k, v [R,K,1,D] of the new tokens -> keys and values of all own tokens so far, [R,K,used,D]."""
+        keys, values = self.keys[layer][:self.rows], self.values[layer][:self.rows]
+        keys[:, :, self.used - 1:self.used] = k
+        values[:, :, self.used - 1:self.used] = v
         return keys[:, :, :self.used], values[:, :, :self.used]
 
     def fill(self, layer, k, v, spans, first):
@@ -61,7 +59,7 @@ class KVCache:
         for store in (*self.keys, *self.values):
             store[holes, :, :self.used] = store[order[holes], :, :self.used]
         self.rows = n
-        if len(self.prompts) and n:
+        if n:
             going_on, self.prompt = self.prompt[order].unique(return_inverse=True)
             if len(going_on) < len(self.prompts):
                 self.prompts = self.prompts[going_on]

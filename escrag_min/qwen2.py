@@ -136,7 +136,7 @@ class Attention(nn.Module):
             k, v = cache.update(layer, k, v)                                             # [B,K,S,D]
         if isinstance(mask, Packed):
             out = tree_attention(q, k, v, mask)
-        elif cache is not None and len(cache.prompts):
+        elif cache is not None:
             out = shared_attention(q, k, v, cache, layer)
         else:
             out = grouped_attention(q, k, v, mask=mask, causal=mask is None)
@@ -185,18 +185,15 @@ class Body(nn.Module):
         self.checkpoint_blocks = False      # recompute each block in the backward pass: memory for time
 
     def forward(self, tokens, positions=None, mask=None, cache=None):
-        """tokens int64[B,T] -> hidden [B,T,H]. A packed sequence is B=1 with mask=Packed; its positions are its own."""
+        """tokens int64[B,T] -> hidden [B,T,H]. A packed sequence is B=1 with mask=Packed, whose positions are its own;
+        with a cache alone it is one new token a row, T=1."""
         if isinstance(mask, Packed):
             if tokens.shape != (1, len(mask.tokens)):
                 raise ValueError(f"forward: a pack of {len(mask.tokens)} tokens needs tokens of shape "
                                  f"[1, {len(mask.tokens)}], got {list(tokens.shape)}")
             positions = mask.positions if positions is None else positions
         elif cache is not None:
-            t, before = tokens.shape[1], cache.used
-            cached_positions = cache.step(t)
-            positions = cached_positions if positions is None else positions
-            if t > 1:       # new tokens see all that came before, and each other causally; one alone sees all
-                mask = torch.ones(t, before + t, dtype=torch.bool, device=tokens.device).tril(before)
+            positions = cache.step()
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rotary_table(positions.expand(tokens.shape), self.config.head_dim, self.config.rope_theta)

@@ -132,7 +132,7 @@ def sample(model, prompts, samples_per_prompt=1, max_new_tokens=256, temperature
 def _prefill(model, prompts, copies, capacity):
     """-> (cache of len(prompts)·copies rows, hidden [rows,H] of each prompt's last token)"""
     weight = model.model.norm.weight
-    cache = KVCache(model.config, len(prompts) * copies, capacity, weight.dtype, weight.device, list(map(len, prompts)), copies)
+    cache = KVCache(model.config, list(map(len, prompts)), copies, capacity, weight.dtype, weight.device)
     hidden, first = [], 0
     for trees in split_into_packs([(p, []) for p in prompts], max(PREFILL_TOKENS, max(map(len, prompts)))):
         packed = pack(trees).to(weight.device)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import ROOT, real_model, small_config, waves
 
-from escrag_min.kvcache import KVCache
 from escrag_min.packing import pack
 from escrag_min.qwen2 import Body, Qwen2, RMSNorm, grouped_attention, rotary_table, rotate
 from escrag_min.sampling import _prefill
@@ -46,9 +45,11 @@ def test_real_qwen05_equals_transformers(tmp_path):
 
 def test_cached_decoding_equals_uncached(wave_model):
     whole = wave_model(TOKENS)
-    cache = KVCache(wave_model.config, 1, 16)
-    parts = [wave_model(TOKENS[:, :4], cache=cache)] + [wave_model(TOKENS[:, i:i + 1], cache=cache) for i in range(4, 11)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=0)
+    cache, last = _prefill(wave_model, [TOKENS[0, :4].tolist()], 1, 7)
+    parts = [last[None]] + [wave_model(TOKENS[:, i:i + 1], cache=cache) for i in range(4, 11)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole[:, 3:], atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="8 tokens does not fit its capacity of 7"):
+        wave_model(TOKENS[:, :1], cache=cache)
 
 
 def test_rows_share_the_keys_of_their_prompt_and_leave(wave_model):
@@ -68,11 +69,6 @@ def test_rows_share_the_keys_of_their_prompt_and_leave(wave_model):
         rows = [r + [t] for r, t in zip(rows, new.tolist())]
         torch.testing.assert_close(hidden, torch.stack([wave_model(torch.tensor([r]))[0, -1] for r in rows]), atol=1e-5, rtol=0)
     assert len(cache.prompts) == 2 and cache.rows == 0          # the second prompt's keys left with its last row
-
-
-def test_cache_over_its_capacity_is_an_error(wave_model):
-    with pytest.raises(ValueError, match="capacity of 3"):
-        wave_model(TOKENS[:, :4], cache=KVCache(wave_model.config, 1, 3))
 
 
 def test_rotary_positions_survive_in_bf16_models_case33():
