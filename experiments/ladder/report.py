@@ -20,7 +20,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
-from run import LADDER, ROWS, SIDES  # noqa: E402
+from run import LADDER, ROWS, SECOND, SIDES  # noqa: E402
 
 from escrag_min.data import SAMPLES, read_jsonl, read_records  # noqa: E402
 from escrag_min.encoder import TfidfEncoder  # noqa: E402
@@ -34,7 +34,8 @@ CURVES = ("reward", "reward_model_score", "kl", "entropy", "response_tokens", "w
           "sample_tokens_per_s", "seconds_sampling", "seconds_reward", "seconds_update")
 JUDGES = ("gold", "reward")
 NAMES = {"base": "base", "base-rag": "+ RAG", "sft": "cold-start SFT", "grpo": "vanilla GRPO",
-         "grpo-rag": "vanilla GRPO + RAG at inference", "full": "full: RAG-GRPO"}
+         "grpo-rag": "vanilla GRPO + RAG at inference", "full": "full: RAG-GRPO", "both": "cold start of both passes",
+         "both-rag": "cold start of both passes + RAG", "full-both": "RAG-GRPO from there"}
 
 
 # --- collect ---
@@ -86,11 +87,11 @@ def collect(out):
         rows = lines(out / run / "metrics.jsonl")
         results["curves"][run] = {k: [row.get(k) for row in rows] for k in (*CURVES, "loss", "held_out_loss", "held_out_accuracy")
                                   if any(row.get(k) is not None for row in rows)}
-    for name in LADDER:
+    for name in NAMES:
         if (out / f"opinion-{name}/scores.jsonl").exists():
             results["opinion"][name] = [{"id": s["id"], "average": s["average"], "scores": s["scores"]}
                                         for s in lines(out / f"opinion-{name}/scores.jsonl")]
-    answers = {name: {r["id"]: r for r in lines(out / f"own-{name}.jsonl")} for name in LADDER
+    answers = {name: {r["id"]: r for r in lines(out / f"own-{name}.jsonl")} for name in NAMES
                if (out / f"own-{name}.jsonl").exists()}
     for context in next(iter(answers.values()), {}).values():
         results["own"].append({"id": context["id"], "prompt": context["prompt"],
@@ -152,9 +153,9 @@ def gold(row):
     return f"{mean(values):.2f}", interval(*bootstrap_interval(values, dialogues))
 
 
-def ladder_table(results):
-    """The six rows, each against the one above: gold reward, paired bootstrap by dialogue, Holm over the five."""
-    names = [name for name in LADDER if name in results["rows"]]
+def ladder_table(results, ladder=LADDER):
+    """The rows, each against the one above: gold reward, paired bootstrap by dialogue, Holm over the gaps."""
+    names = [name for name in ladder if name in results["rows"]]
     scored = {name: [{**c, "average": c["gold"]} for c in results["rows"][name]["contexts"]] for name in names}
     rows = []
     for name, gap in zip(names, against_above(names, scored)):
@@ -164,10 +165,15 @@ def ladder_table(results):
     return markdown_table(["", "n", "gold reward", "95%", "vs above", "95%", "p (Holm)", *LOOKS], rows)
 
 
+def second_table(results):
+    return ladder_table(results, ["base", *SECOND])
+
+
 def sweep_table(results):
-    rows = [results["rows"][name] for name, policy, _ in ROWS if policy == "rag-grpo" and name in results["rows"]]
-    return markdown_table(["n", "gold reward", "95%", *LOOKS],
-                    [[str(row["n"]), *gold(row), *row_numbers(row)] for row in sorted(rows, key=lambda r: r["n"])])
+    rows = [results["rows"][name] for name, policy, _ in ROWS if policy.startswith("rag-grpo") and name in results["rows"]]
+    return markdown_table(["policy", "n", "gold reward", "95%", *LOOKS],
+                          [[row["policy"], str(row["n"]), *gold(row), *row_numbers(row)]
+                           for row in sorted(rows, key=lambda r: (r["policy"], r["n"]))])
 
 
 def against(results, here, other, judge="gold", answered=False):
@@ -180,7 +186,11 @@ def against(results, here, other, judge="gold", answered=False):
 def hypothesis_table(results):
     rows = []
     for what, here, other in (("H1: RAG-GRPO - cold start", "full", "sft"), ("vanilla GRPO - cold start", "grpo", "sft"),
-                              ("H3: RAG-GRPO - vanilla GRPO + RAG", "full", "grpo-rag")):
+                              ("H3: RAG-GRPO - vanilla GRPO + RAG", "full", "grpo-rag"),
+                              ("H1 again: RAG-GRPO - its cold start, n = 0", "full-both", "both"),
+                              ("RAG-GRPO - its cold start, both n = 3", "full-both", "both-rag"),
+                              ("RAG-GRPO - its cold start, both n = 0", "full-both-n0", "both"),
+                              ("RAG-GRPO of the second climb - vanilla GRPO", "full-both", "grpo")):
         if {here, other} <= set(results["rows"]):
             for judge in JUDGES:
                 for answered in (False, True):
@@ -232,8 +242,16 @@ def answers(results):
     return "\n".join(parts).strip()
 
 
-TABLES = {"pairs": pair_table, "ladder": ladder_table, "hypotheses": hypothesis_table, "sweep": sweep_table, "curves": curve_table,
-          "opinion": opinion_table, "cost": cost_table, "answers": answers}
+TABLES = {"pairs": pair_table, "ladder": ladder_table, "second": second_table, "hypotheses": hypothesis_table,
+          "sweep": sweep_table, "curves": curve_table, "opinion": opinion_table, "cost": cost_table, "answers": answers}
+
+
+def with_tables(text, results):
+    """The page with every block between <!-- NAME --> and <!-- /NAME --> made anew."""
+    for name, make in TABLES.items():
+        block = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        text = block.sub(lambda found: f"{found[1]}{make(results)}\n{found[2]}", text)
+    return text
 
 
 def plot(results):
@@ -251,11 +269,7 @@ def main():
     if args.out:
         collect(args.out)
     results = json.loads(RESULTS.read_text("utf-8"))
-    text = DOC.read_text("utf-8")
-    for name, make in TABLES.items():
-        block = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        text = block.sub(lambda found: f"{found[1]}{make(results)}\n{found[2]}", text)
-    DOC.write_text(text, "utf-8")
+    DOC.write_text(with_tables(DOC.read_text("utf-8"), results), "utf-8")
     plot(results)
 
 

@@ -31,6 +31,7 @@ ROWS = [                # name, policy, exemplars at inference: the ladder, then
     *((f"full-both-n{n}", "rag-grpo-both", n) for n in (0, 2, 4))]
 SIDES = ("chosen", "rejected")
 LADDER = [name for name, *_ in ROWS[:6]]
+SECOND = ["both", "both-rag", "full-both"]      # the rungs of the second climb
 
 
 def prepare(esconv, out):
@@ -101,10 +102,10 @@ def stages(models, esconv, out, rehearse):
     for name, policy, n in ROWS:
         rows.append(respond(f"responses-{name}", policy, n, *contexts))
         rows += [judge(f"scores-{name}-{by}", f"responses-{name}.jsonl", rm) for by, rm in judges.items()]
-    rows += [respond(f"own-{name}", policy, n, "--limit", 5) for name, policy, n in ROWS if name in LADDER]
+    rows += [respond(f"own-{name}", policy, n, "--limit", 5) for name, policy, n in ROWS if name in LADDER + SECOND]
     rows += [sft("qwen-sft", models / "qwen05", 1, 2e-5, "--limit", 64),
              grpo("qwen-rag-grpo", "qwen-sft", 3, 30)]
-    rows += [judge(f"opinion-{name}", f"some-{name}.jsonl", models / "qwen05") for name in LADDER]
+    rows += [judge(f"opinion-{name}", f"some-{name}.jsonl", models / "qwen05") for name in [*LADDER, "full-both"]]
     return [(name, out / done, [str(word) for word in command]) for name, done, command in rows]
 
 
