@@ -14,7 +14,7 @@ The peak is what is kept plus the largest phase. Activations of a block, bytes a
 of qwen2.py and gradients.py:
 
     norms 2·(e·H + 4), inputs of the projections 2·e·H + e·Q·D, attention e·(2·Q·D + 2·K·D), SwiGLU 2·e·I;
-    and a trunk's keys and values once more for each of its branches
+    and a trunk's keys and values once more for each of its branches after the first
 
 With --checkpoint-blocks, e·H a layer is kept and one block at a time is whole.
 """
@@ -66,7 +66,8 @@ def checkpointed(args, config):
 
 
 def block_activations(c, tokens, e, branched=0):
-    """Bytes that a block keeps for its backward pass. branched: trunk tokens that stand in a branch's keys once more."""
+    """Bytes that a block keeps for its backward pass. branched: trunk tokens that stand once more in the keys of a branch
+    after the first."""
     h, q, k = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     norms = 2 * (e * h + 4)
     a_token = norms + 2 * e * h + e * q + e * (2 * q + 2 * k) + 2 * e * c.intermediate_size

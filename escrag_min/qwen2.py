@@ -96,14 +96,15 @@ def grouped_attention(q, k, v, mask=None, causal=False):
 def tree_attention(q, k, v, packed):
     """Attention of one packed sequence, tree by tree: q [1,Q,T,D], k and v [1,K,T,D] -> [1,Q,T,D].
 
-    The trunk attends to itself; each branch to trunk + itself, its last rows of a causal square.
+    The trunk and its first branch are one causal sequence; each other branch attends to trunk + itself, the last rows of a
+    causal square.
     """
     out, start = [], 0
     for trunk, branches in packed.shapes:
-        end = start + trunk
-        tk, tv = k[:, :, start:end], v[:, :, start:end]
-        out.append(grouped_attention(q[:, :, start:end], tk, tv, causal=True))
-        for length in branches:
+        end = start + trunk + sum(branches[:1])
+        out.append(grouped_attention(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], causal=True))
+        tk, tv = k[:, :, start:start + trunk], v[:, :, start:start + trunk]
+        for length in branches[1:]:
             rows = slice(end, end + length)
             keys, values = torch.cat([tk, k[:, :, rows]], dim=2), torch.cat([tv, v[:, :, rows]], dim=2)
             mask = torch.ones(length, trunk + length, dtype=torch.bool, device=q.device).tril(trunk)
