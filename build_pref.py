@@ -6,8 +6,8 @@ pairs and cold-start demonstrations.
         --out runs/pref                                # key in $OPENAI_API_KEY
 
 Without --writer a scripted stand-in plays every role: it shows the machinery,
-its dialogues are no data. Kill it anywhere and run the same command again:
-every finished call is in journal.jsonl and is not asked again.
+its dialogues are no data. Kill it anywhere and run the same command again,
+with its --out: every finished call is in journal.jsonl and is not asked again.
 """
 import json
 from dataclasses import dataclass
@@ -48,6 +48,9 @@ class Args:
     seed: int = option(0, "random seed")
 
 
+FILTERS = ("limit", "rule", "margin", "max_similarity", "max_length_ratio", "demonstration_score")     # no call depends on them
+
+
 def open_writers(args):
     """-> {"client", "counselor", "judge"}"""
     if not args.writer:
@@ -65,10 +68,15 @@ def main(argv=None):
     check(args.candidates >= 2, f"--candidates {args.candidates}: a pair needs at least 2")
     check(args.limit is None or args.limit >= 1, f"--limit {args.limit} must be at least 1")
     check(args.rule != "margin" or args.margin > 0, f"--margin {args.margin}: with --rule margin it must be above 0")
-    cards = read_cards(args.cards)[:args.limit or (None if args.writer else 12)]
-    out = resumable_folder(args.out, "build_pref", args, ("workers", "key_env"))
+    check(args.max_exchanges >= 1, f"--max-exchanges {args.max_exchanges} must be at least 1")
+    check(not args.judge or args.writer, f"--judge {args.judge} needs --writer: without one a scripted stand-in plays every role")
+    cards = read_cards(args.cards)
+    used = cards[:args.limit or (None if args.writer else 12)]
+    if len(used) < len(cards):
+        print(f"{len(used)} of {len(cards)} role cards are used")
+    out = resumable_folder(args.out, "build_pref", args, ("workers", "key_env", *FILTERS))
     writers = open_writers(args)
-    dialogues = build(cards, writers, Journal(out / "journal.jsonl"), args)
+    dialogues = build(used, writers, Journal(out / "journal.jsonl"), args)
     preferences, cold_start, report = collect(dialogues, args)
     report["writers"] = {role: writer.name for role, writer in writers.items()}
     write_jsonl(out / "dialogues.jsonl", dialogues)

@@ -13,7 +13,8 @@ inference: the same two passes, no update).
 
     human evaluation: the page for annotators, and what they found
     python evaluate.py sheet   ours.jsonl theirs.jsonl --out sheet.html
-    python evaluate.py tally   ratings-*.json --a ours.jsonl --b theirs.jsonl
+    python evaluate.py tally   ratings-*.json --a ours.jsonl --b theirs.jsonl \\
+        --seed N                                    # as sheet printed it
 
     rollouts to read (--html for a page); metrics of runs, one over the other
     python evaluate.py show    runs/grpo --step 10
@@ -22,7 +23,7 @@ inference: the same two passes, no update).
 JUDGE: a Qwen-2.5 folder or Hub id, an OpenAI-compatible endpoint's URL (with
 --api-model; key in $OPENAI_API_KEY), rm:FOLDER for a reward model, or
 scripted, a stand-in that only counts words. A killed run goes on when the same
-command is given again.
+command is given again, with its --out.
 """
 import argparse
 import hashlib
@@ -59,7 +60,7 @@ from escrag_min.reward import load_reward_model, score_replies
 from escrag_min.rollout import two_pass_rollout
 from escrag_min.runs import resumable_folder
 from escrag_min.safety import HELP_TEXT, NOTICE, crisis_signal
-from escrag_min.training import derived_seed
+from escrag_min.training import check_positions, derived_seed
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Policy:
     max_new_tokens: int = option(256, "tokens a response may have")
     max_prompt: int = option(2048, "tokens a prompt may have; the oldest turns are dropped to fit")
     temperature: float = option(0.0, "0: the likeliest token each time (ours, for reproducible tables)")
-    seed: int = option(0, "random seed, where the temperature is above 0")
+    seed: int = option(0, "random seed: of a temperature above 0, and of --limit")
 
 
 @dataclass
@@ -84,6 +85,9 @@ class Respond(Policy):
     out: str = option("responses.jsonl", "file to write; it must not exist")
 
 
+ALL_METRICS = "also the two metrics that are ours, Safety and Naturalness; a reward model has one number only"
+
+
 @dataclass
 class Judging:
     judge: str = option("scripted", "who judges: folder or Hub id, endpoint URL, rm:FOLDER, or scripted (a stand-in)")
@@ -91,12 +95,12 @@ class Judging:
     key_env: str = option("OPENAI_API_KEY", "environment variable that holds the endpoint's key")
     workers: int = option(8, "calls to an endpoint at the same time")
     out: str = option("", "folder to write; none: a new one under runs/")
-    all_metrics: bool = option(False, "also the two metrics that are ours, Safety and Naturalness")
 
 
 @dataclass
 class Judge(Judging):
     responses: str = option("responses.jsonl", "file of evaluate.py respond")
+    all_metrics: bool = option(False, ALL_METRICS)
 
 
 @dataclass
@@ -111,6 +115,7 @@ class Ladder(Judging):
     sft: str = option("", "after cold-start SFT")
     grpo: str = option("", "after vanilla GRPO (train_grpo.py --retrieve 0)")
     rag_grpo: str = option("", "after retrieval-augmented GRPO")
+    all_metrics: bool = option(False, ALL_METRICS)
     sweep: str = option("0,2,3,4", "numbers of exemplars to try with --rag-grpo (paper §4: 2, 3, 4)")
     data: str = option(str(SAMPLES / "contexts.jsonl"), "held-out contexts")
     limit: int | None = option(None, "so many of them, drawn with the seed (paper §4: 100 of ESConv's test split)")
@@ -132,9 +137,13 @@ class Responder:
 
     def __init__(self, args):
         check(args.model, "--model: name a checkpoint folder or Hub id")
+        check(args.retrieve >= 0, f"--retrieve {args.retrieve} must be 0 or more")
+        check(args.max_new_tokens >= 1, f"--max-new-tokens {args.max_new_tokens} must be at least 1")
+        check(args.temperature >= 0, f"--temperature {args.temperature} must be 0 or more")
         self.args = args
         self.tokenizer = Tokenizer.from_pretrained(args.model)
         self.model = load(Qwen2, args.model, frozen_dtype())
+        check_positions("--max-prompt + --max-new-tokens", args.max_prompt + args.max_new_tokens, self.model)
         pack_weights(self.model)
         self.index = open_index(args.exemplars, args.encoder) if args.retrieve else None
 
@@ -172,7 +181,7 @@ def respond(args):
     same = all(r["made_by"] == settings(args) for r in records)
     check(same and [r["id"] for r in records] == [s["id"] for s in states[:len(records)]],
           f"{part} holds answers of another command; remove it, or choose another --out")
-    responder = Responder(args)
+    responder, reward_model = Responder(args), args.reward_model and load_reward_model(args.reward_model)
     part.parent.mkdir(parents=True, exist_ok=True)
     finished = out.with_name(out.name + ".new")
     write_jsonl(finished, records)      # without a last line that was cut
@@ -185,8 +194,8 @@ def respond(args):
         records += answers
         print(f"{len(records)} of {len(states)} answered", file=sys.stderr)
     if args.reward_model:
-        scores = score_replies(load_reward_model(args.reward_model), Tokenizer.from_pretrained(args.reward_model),
-                               [(r["prompt"], [r["reply"]]) for r in records], args.max_prompt + args.max_new_tokens)
+        scores = score_replies(reward_model, Tokenizer.from_pretrained(args.reward_model),
+                               [(r["prompt"], [r["reply"]]) for r in records])
         for record, (value,) in zip(records, scores):
             record["reward"] = value
     write_jsonl(finished, records)
@@ -201,12 +210,12 @@ def respond(args):
 def chat(args):
     """A talk in the terminal. Crisis signals get fixed help text; the model is not asked then."""
     responder = Responder(args)
-    print(f"{NOTICE}\nWrite as the client; an empty line or Ctrl-D ends.\n")
+    print(f"{NOTICE}\nWrite as the client; an empty line, Ctrl-D or Ctrl-C ends.\n")
     dialogue = []
     while True:
         try:
             said = input("you> ").strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             said = ""
         if not said:
             break
@@ -227,7 +236,7 @@ def start_judging(args, script):
     """-> (folder, judge, journal, metrics)"""
     out = resumable_folder(args.out, script, args, ("workers", "key_env"))
     options = {"model": args.api_model, "key_env": args.key_env, "workers": args.workers}
-    metrics = METRICS if args.all_metrics else DEFAULT_METRICS
+    metrics = METRICS if getattr(args, "all_metrics", False) else DEFAULT_METRICS
     return out, open_judge(args.judge, **options), Journal(out / "journal.jsonl"), metrics
 
 

@@ -60,7 +60,7 @@ from escrag_min.reward import load_reward_model, score_replies
 from escrag_min.rollout import shortest_prompt, two_pass_rollout
 from escrag_min.runs import Run, RunArgs
 from escrag_min.tiny import model_or_tiny, tiny_reward_model
-from escrag_min.training import batch_indices, check_batch, learning_rate, make_optimizer, step_generator, update
+from escrag_min.training import batch_indices, check_batch, check_positions, learning_rate, make_optimizer, step_generator, update
 
 
 @dataclass
@@ -103,6 +103,9 @@ def check_args(args):
     check(args.temperature > 0, f"--temperature {args.temperature}: training scores the sampling distribution, and there is "
                                 "none at 0; it must be above 0 (0 is for evaluate.py)")
     check_batch("--prompts-per-step", args.prompts_per_step, "prompts (not replies)")
+    check(args.max_new_tokens >= 1, f"--max-new-tokens {args.max_new_tokens} must be at least 1")
+    check(args.beta >= 0 and args.clip_low >= 0 and args.clip_high >= 0,
+          f"--beta {args.beta}, --clip-low {args.clip_low}, --clip-high {args.clip_high} must not be negative")
     check(args.inner_steps >= 1, f"--inner-steps {args.inner_steps} must be at least 1")
     check(not args.keep_best or args.held_out, "--keep-best needs --held-out above 0: without it nothing is measured")
     check(not args.stop_kl or args.beta, "--stop-kl needs --beta above 0: without it no KL is measured")
@@ -122,13 +125,14 @@ def check_states(states, tokenizer, args):
                                        f"{' and a draft' if args.retrieve else ''}; --max-prompt is {args.max_prompt}")
 
 
-def score(rollouts, reward_model, tokenizer, args):
+def score(rollouts, reward_model, tokenizer, args, truncated=None):
     """Reward of every final response (paper D; penalty and floor are ours) -> (rewards, raw scores of the replies), lists.
 
-    NaN in rewards: left out, by --truncated drop.
+    NaN in rewards: left out, by truncated="drop" [--truncated].
     """
+    drop = (truncated or args.truncated) == "drop"
     scores = score_replies(reward_model, tokenizer, [(r.state["prompt"], [s.reply for s in r.responses]) for r in rollouts],
-                           args.max_prompt + args.max_new_tokens, args.tokens_per_batch)
+                           args.tokens_per_batch)
     rewards, raw = [], []
     for rollout, values in zip(rollouts, scores):
         for response, value in zip(rollout.responses, values):
@@ -136,7 +140,7 @@ def score(rollouts, reward_model, tokenizer, args):
                 raw.append(value)
             if not response.well_formed:
                 value -= args.format_penalty
-            rewards.append(float("nan") if args.truncated == "drop" and not response.finished else value)
+            rewards.append(float("nan") if drop and not response.finished else value)
     return rewards, raw
 
 
@@ -152,7 +156,8 @@ def training_trees(rollouts, advantages, args):
         if values:
             trees.append((rollout.prompt, [tokens for tokens, _ in values]))
             kept += [a for _, a in values]
-        if values and args.train_initial:       # its final response's advantage: it led there
+        if values and args.train_initial and (args.truncated == "keep" or rollout.initial.finished):
+            # its final response's advantage: it led there
             trees.append((rollout.initial_prompt, [rollout.initial.tokens]))
             kept.append(values[0][1])
     return trees, kept
@@ -208,9 +213,7 @@ def main(argv=None):
     check_states(states + held_out, tokenizer, args)
     policy = load(Qwen2, args.model)
     policy.model.checkpoint_blocks = checkpointed(args, policy.config)
-    check(args.max_prompt + args.max_new_tokens <= policy.config.max_position_embeddings,
-          f"--max-prompt + --max-new-tokens is {args.max_prompt + args.max_new_tokens}; {args.model} has "
-          f"{policy.config.max_position_embeddings} positions")
+    check_positions("--max-prompt + --max-new-tokens", args.max_prompt + args.max_new_tokens, policy)
     reference = load(Qwen2, args.model, frozen_dtype()) if args.beta else None
     reward_model = load_reward_model(args.reward_model)
     optimizer = make_optimizer(policy, args.lr, args.weight_decay)
@@ -280,7 +283,7 @@ def main(argv=None):
                    "seconds_sampling": sampled - began, "seconds_reward": rewarded - sampled, "seconds_update": updated - rewarded}
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == steps):
             answers = rollout(share(held_out), 1, 0.0, "group")        # greedy, as at inference
-            metrics["held_out_reward"] = mean(gather(score(answers, reward_model, reward_tokenizer, args)[0]))
+            metrics["held_out_reward"] = mean(gather(score(answers, reward_model, reward_tokenizer, args, "keep")[0]))
             if run.improves(metrics) and args.keep_best:
                 run.save_best()
         run.log(metrics, show="reward")
@@ -298,8 +301,7 @@ def mean(values):
 
 
 def sampled_tokens(rollouts):
-    drafts = {id(r.initial): r.initial for r in rollouts if r.initial}
-    return sum(len(s.tokens) for r in rollouts for s in r.responses) + sum(len(d.tokens) for d in drafts.values())
+    return sum(len(s.tokens) for r in rollouts for s in (r.responses + [r.initial] if r.initial else r.responses))
 
 
 def step_metrics(rollouts, rewards, raw, totals, args):

@@ -25,7 +25,7 @@ from escrag_min.presets import parse_run
 from escrag_min.reward import RewardModel, bradley_terry_loss, reward_tree
 from escrag_min.runs import Run, RunArgs
 from escrag_min.tiny import model_or_tiny
-from escrag_min.training import batch_indices, check_batch, check_trees, learning_rate, make_optimizer, update
+from escrag_min.training import batch_indices, check_batch, check_positions, check_trees, learning_rate, make_optimizer, update
 
 
 @dataclass
@@ -117,6 +117,7 @@ def main(argv=None):
     (train, same), (held_out, same_too) = (usable_pairs([tree for tree, _ in part]) for part in (train, held_out))
     check(train and held_out, f"{args.data}: no pair is left to train on or to measure with")
     model = load(RewardModel, args.model).train()
+    check_positions("--max-length", args.max_length, model)
     model.model.checkpoint_blocks = checkpointed(args, model.config)
     model.max_length = args.max_length
     optimizer = make_optimizer(model, args.lr, args.weight_decay)

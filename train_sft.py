@@ -45,7 +45,16 @@ from escrag_min.rollout import first_pass
 from escrag_min.runs import Run, RunArgs
 from escrag_min.sft import sft_loss, sft_weights
 from escrag_min.tiny import model_or_tiny
-from escrag_min.training import batch_indices, check_batch, check_trees, learning_rate, make_optimizer, step_generator, update
+from escrag_min.training import (
+    batch_indices,
+    check_batch,
+    check_positions,
+    check_trees,
+    learning_rate,
+    make_optimizer,
+    step_generator,
+    update,
+)
 
 
 @dataclass
@@ -83,7 +92,10 @@ def final_trees(records, model, tokenizer, index, args):
     with gathered(model) as sampler, about(f"--retrieve: --max-length {args.max_length} less the longest completion is {room}"):
         rollouts = first_pass(sampler, tokenizer, share(records), index, args.retrieve, max_new_tokens=args.max_new_tokens,
                               prompt_limit=room, generator=streams, progress=True)
-    return [(prompt, [reply]) for prompt, reply in zip(gather([r.prompt for r in rollouts]), replies)]
+    found = gather([(r.prompt, r.turns_dropped, len(r.exemplars)) for r in rollouts])
+    say(f"final prompts: {sum(n for _, _, n in found) / len(found):.2f} exemplars on average (--retrieve {args.retrieve}), "
+        f"{sum(dropped for _, dropped, _ in found)} old turns dropped to fit --max-length")
+    return [(prompt, [reply]) for (prompt, _, _), reply in zip(found, replies)]
 
 
 def batch_loss(model, trees, args, device, train=False):
@@ -110,6 +122,9 @@ def main(argv=None):
         return
     check_batch("--batch-size", args.batch_size, "demonstrations")
     check(args.retrieve >= 0, f"--retrieve {args.retrieve} must be 0 or more")
+    check(not args.retrieve or args.max_length <= args.tokens_per_batch,
+          f"--retrieve: final prompts may have --max-length {args.max_length} tokens; --tokens-per-batch {args.tokens_per_batch} "
+          "must be at least that")
     check(not args.keep_best or args.held_out, "--keep-best needs --held-out above 0: without it nothing is measured")
     device = default_device()
     records = read_records(args.data, "demonstration", args.limit, args.seed)
@@ -123,6 +138,7 @@ def main(argv=None):
     check_trees(train + held_out, [tree for tree, _ in fitted], args.tokens_per_batch)
     trees, held_out_trees = ([tree for tree, _ in part] for part in (fitted[:len(train)], fitted[len(train):]))
     model = load(Qwen2, args.model).train()
+    check_positions("--max-length", args.max_length, model)
     model.model.checkpoint_blocks = checkpointed(args, model.config)
     if args.retrieve:       # before --resume gives the model other weights: the same drafts each time
         second = final_trees(train, model, tokenizer, index, args)

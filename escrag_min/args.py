@@ -77,7 +77,7 @@ def run_script(main):
     try:
         main()
     except KeyboardInterrupt:
-        print("\nstopped; what was saved is complete (a trainer goes on with --resume, the others with the same command)",
+        print("\nstopped; what was saved is complete (a trainer goes on with --resume, the others with the same command and --out)",
               file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:

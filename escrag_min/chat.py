@@ -125,6 +125,11 @@ def drop_old_turns(messages, render, limit):
     raise ValueError(f"the prompt has {size} tokens even with the last turn only; the limit is {limit}")
 
 
+def without_reasoning(text):
+    """What any writer says beside its <think>...</think>, be the latter cut."""
+    return re.sub(r"<think>.*?(</think>|$)", "", text or "", flags=re.DOTALL)
+
+
 def split_think(text):
     """A policy's text -> (reasoning, reply, well_formed). The reply is what the client sees; it never holds reasoning.
 

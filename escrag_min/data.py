@@ -12,6 +12,7 @@ record is skipped but those flagged as risk, and how many these are is printed.
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 from escrag_min.args import check
@@ -77,7 +78,8 @@ def write_jsonl(path, records, append=False):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _messages(value, where):
+def messages_of(value, where):
+    """A list of messages, checked -> without other keys"""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where} must be a non-empty list of messages")
     for message in value:
@@ -89,7 +91,7 @@ def _messages(value, where):
 
 
 def _reply(value, where):
-    messages = _messages(value, where)
+    messages = messages_of(value, where)
     if len(messages) != 1 or messages[0]["role"] != "assistant" or not messages[0]["content"].strip():
         raise ValueError(f"{where} must be exactly one assistant message with text")
     return messages[0]["content"]
@@ -104,20 +106,22 @@ def _record(raw, where, kind):
     for key in ("prompt", *REPLIES[kind]):
         if key not in raw:
             raise ValueError(f'{where}: a {kind} record needs "{key}"; this one has {", ".join(map(repr, raw))}')
-    record = {**raw, "prompt": _messages(raw["prompt"], f'{where}: "prompt"')}
+    record = {**raw, "prompt": messages_of(raw["prompt"], f'{where}: "prompt"')}
     if record["prompt"][-1]["role"] != "user":
         raise ValueError(f'{where}: "prompt" must end with a user (client) message')
     for key in REPLIES[kind]:
         record[key] = _reply(raw[key], f'{where}: "{key}"')
     if record.get("id") is None:
         record["id"] = where
-    record["dialogue_id"] = _dialogue_id(record, where)
+        if record.get("dialogue_id") is None:       # a file's own, however its path is written
+            record["dialogue_id"] = str(Path(where).resolve())
+    record["id"] = text_id(record, "id", where)
+    record["dialogue_id"] = text_id(record, "id" if record.get("dialogue_id") is None else "dialogue_id", where)
     return record
 
 
-def _dialogue_id(record, where):
-    """A record's dialogue_id, or its id where it has none, as text: 7 in one file and "7" in another are the same dialogue."""
-    key = "id" if record.get("dialogue_id") is None else "dialogue_id"
+def text_id(record, key, where):
+    """An id as text: 7 in one file and "7" in another are the same."""
     if type(record[key]) not in (str, int):
         raise ValueError(f'{where}: "{key}" must be a string, found {json.dumps(record[key])[:80]}')
     return str(record[key])
@@ -170,7 +174,7 @@ def is_esconv(path):
             head = file.read(4096).lstrip()
     except (OSError, UnicodeDecodeError):
         return False        # read_jsonl says it better
-    return head.startswith("[") or '"dialog"' in head.split("\n")[0]
+    return head.startswith("[") or re.search(r'"dialog"\s*:', head.split("\n")[0]) is not None
 
 
 def read_esconv(path):
@@ -182,7 +186,10 @@ def read_esconv(path):
     A turn without text is an error.
     """
     path = Path(path)
-    text = path.read_text("utf-8-sig")
+    try:
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from None
     if text.lstrip().startswith("["):
         try:
             raw = [(d, f"{path}: dialogue {i}") for i, d in enumerate(json.loads(text))]
@@ -207,7 +214,8 @@ def read_esconv(path):
             if strategy and role == "assistant" and strategy not in messages[-1]["strategies"]:
                 messages[-1]["strategies"].append(strategy)
         if not messages:
-            raise ValueError(f"{where}: has no \"dialog\" turns")
+            raise ValueError(f'{where}: has no "dialog" turns; a file that is one JSON list is read as ESConv, other records are '
+                             "JSON lines")
         seeker = (d.get("survey_score") or {}).get("seeker") or {}
         dialogues.append({
             "dialogue_id": f"esconv-{path.stem}-{number:04d}", "emotion_type": d.get("emotion_type"),

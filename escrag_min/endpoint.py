@@ -16,6 +16,7 @@ from escrag_min.journal import Answer
 
 WAIT_MAX = 60.0             # seconds: no backoff is longer (ours)
 RETRY_AFTER_MAX = 120.0     # seconds: nor is a server's own wish granted beyond this (ours)
+RETRY = (408, 409, 425, 429)    # too slow, a conflict, too early, too many: may go better
 ERROR_LENGTH = 300          # characters kept of an error
 
 
@@ -36,11 +37,11 @@ class EndpointWriter:
                 and stands in no attribute, message or file, not even where the server echoes it.
     workers     calls at the same time, at most
     timeout     seconds for one call
-    retries     further calls after one that failed with 429, 5xx, a broken connection, a timeout, a body that is not whole or
-                a text that is empty
+    retries     further calls after one that failed with a status of RETRY, 5xx, a broken connection, a timeout, a body that is
+                not whole or a text that is empty
     backoff     seconds: before retry k = 0, 1, ... it waits what Retry-After asks for, and uniform(0, backoff · 2^k) more
 
-    Another 4xx is a permanent error after one call. 401, 403, 404 and redirects end the batch with a ValueError, since no
+    Another 4xx is a permanent error after one call. 401, 402, 403, 404 and redirects end the batch with a ValueError, since no
     call will fare better; what is under way is still waited for, and kept.
     """
 
@@ -121,8 +122,8 @@ class EndpointWriter:
             text = f"no answer within {self.timeout:g} s" if isinstance(reason, TimeoutError) else \
                 f"the connection failed ({type(reason).__name__}: {reason})"
             return self._clean(Answer(None, text), key), 0.0
-        if response.status in (401, 403, 404) or 300 <= response.status < 400:
-            why = {401: "the key is missing or refused", 403: "the key is missing or refused",
+        if response.status in (401, 402, 403, 404) or 300 <= response.status < 400:
+            why = {401: "the key is missing or refused", 402: "it wants to be paid", 403: "the key is missing or refused",
                    404: f"no such path, or no model {self.model}"}.get(response.status, "a redirect, which is not followed")
             key_state = f"{self.key_env} is {'set' if key else 'not set'}"
             raise ValueError(self._clean(Answer(None, f"{self.where}: HTTP {response.status}, {why}; {key_state}"), key).error)
@@ -145,7 +146,7 @@ class EndpointWriter:
 
 
 def read_answer(status, content):
-    """HTTP status and body (bytes) of a chat completion -> Answer. 2xx, 429 and 5xx without a text are worth another call."""
+    """HTTP status and body (bytes) of a chat completion -> Answer. 2xx, 5xx and RETRY without a text are worth another call."""
     try:
         value = json.loads(content)
     except ValueError:
@@ -165,7 +166,7 @@ def read_answer(status, content):
         message = content.decode("utf-8", "replace")
     if good:
         message = "the text is empty" if text is not None else f"no choices[0].message.content in {message}"
-    return Answer(None, f"HTTP {status}: {message}", permanent=400 <= status < 500 and status != 429)
+    return Answer(None, f"HTTP {status}: {message}", permanent=400 <= status < 500 and status not in RETRY)
 
 
 def seconds_to_wait(retry_after):

@@ -4,7 +4,7 @@ A response is a record with "id", "dialogue_id", "prompt" and "reply" (evaluate.
 once a perspective, or a reward model, whose single metric is its score.
 """
 from escrag_min.chat import Tokenizer
-from escrag_min.data import read_jsonl
+from escrag_min.data import messages_of, read_jsonl, text_id
 from escrag_min.journal import Request, ask
 from escrag_min.judging import (
     METRICS,
@@ -54,12 +54,16 @@ def open_judge(spec, **options):
 
 
 def read_responses(path):
-    """-> {id: record}, in the file's order."""
+    """-> {id: record}, in the file's order. Ids become text."""
     records = {}
     for record, where in read_jsonl(path):
         missing = [k for k in ("id", "dialogue_id", "prompt", "reply") if k not in record]
         if missing:
             raise ValueError(f"{where}: a response needs {', '.join(map(repr, missing))}")
+        if not isinstance(record["reply"], str):
+            raise ValueError(f'{where}: "reply" must be text, found {record["reply"]!r}')
+        record["prompt"] = messages_of(record["prompt"], f'{where}: "prompt"')
+        record["id"], record["dialogue_id"] = (text_id(record, key, where) for key in ("id", "dialogue_id"))
         if record["id"] in records:
             raise ValueError(f"{where}: the id {record['id']!r} is there twice")
         records[record["id"]] = record
@@ -146,11 +150,18 @@ def shared_contexts(a, b):
     """Ids that both {id: record} answer, in a's order. Under one id both must hold the same conversation."""
     shared = [k for k in a if k in b and a[k]["reply"] and b[k]["reply"]]
     if not shared:
-        raise ValueError("the two response files share no context that both answer")
+        raise ValueError("the two response files share no context that both answer: "
+                         f"{len(a.keys() & b.keys())} ids are in both, {left_out(a, b)}")
     for k in shared:
         if a[k]["prompt"] != b[k]["prompt"]:
             raise ValueError(f"the two response files hold different conversations under the id {k!r}")
     return shared
+
+
+def left_out(a, b):
+    """What shared_contexts leaves out of two {id: record}, in words."""
+    silent = [sum(k in other and not r["reply"] for k, r in side.items()) for side, other in ((a, b), (b, a))]
+    return f"{silent[0]} without a reply of A, {silent[1]} without one of B, {len(a.keys() ^ b.keys())} in one file only"
 
 
 def compare(a, b, judge, journal):
@@ -166,20 +177,24 @@ def compare(a, b, judge, journal):
     else:
         requests = [Request(f"{k}/{order}", compare_prompt(a[k]["prompt"], *(pair if order == "ab" else pair[::-1])), 0.0, 60)
                     for k in shared for pair in [(a[k]["reply"], b[k]["reply"])] for order in ("ab", "ba")]
-        read = [parse_preference(answer.text) for answer in ask(judge, requests, journal, "compare")]
+        said = [answer.text if answer.text is not None else f"failed: {answer.error}"
+                for answer in ask(judge, requests, journal, "compare")]
+        read = [parse_preference(text) for text in said]
         verdicts = list(zip(read[::2], read[1::2]))
     lengths = [(len(a[k]["reply"].split()), len(b[k]["reply"].split())) for k in shared]
     summary = pairwise_summary(verdicts, lengths)
     summary["pairs"] = len(shared)
-    summary["left_out"] = len(set(a) | set(b)) - len(shared)
+    summary["left_out"] = left_out(a, b)
     rows = [{"id": k, "forward": f, "backward": w} for k, (f, w) in zip(shared, verdicts)]
+    if not isinstance(judge, RewardJudge):
+        rows = [{**row, "raw": said[2 * i:2 * i + 2]} for i, row in enumerate(rows)]
     return rows, summary
 
 
 def compare_table(summary):
     low, high = summary["wilson"]
     return (f"A wins {summary['wins']}, ties {summary['ties']}, B wins {summary['losses']}, unread {summary['unread']} "
-            f"(of {summary['pairs']} pairs; {summary['left_out']} contexts left out)\n"
+            f"(of {summary['pairs']} pairs; left out: {summary['left_out']})\n"
             f"A's win rate, ties half: {number(summary['win_rate'])}; wins among decided: 95% interval [{low:.2f}, {high:.2f}]\n"
             f"verdict changed with the order: {number(summary['flip_rate'])}; for the reply read first: "
             f"{number(summary['first_rate'])}; correlation with length: {number(summary['length_correlation'])}")
@@ -209,15 +224,20 @@ def against_above(names, scored):
 
 
 def ladder_table(rows, markdown=False):
-    """rows: [{"name", "n_exemplars", "summary", "text", "against_above"}] -> text or Markdown."""
-    head = ["", "n", "average", "95%", "vs above", "95%", "p (Holm)", "words", "questions", "early advice", "distinct-2"]
+    """rows: [{"name", "n_exemplars", "summary", "text", "against_above"}] -> text or Markdown.
+
+    scored: responses that have every score, of all; an average and a gap ("on": so many contexts) are of those alone.
+    """
+    head = ["", "exemplars", "scored", "average", "95%", "vs above", "95%", "on", "p (Holm)", "words", "questions", "early advice",
+            "distinct-2"]
     lines = []
     for r in rows:
         gap, text = r["against_above"] or {}, r["text"]
         lines.append([
-            r["name"], str(r["n_exemplars"]), number(r["summary"]["average"]),
+            r["name"], str(r["n_exemplars"]), f"{r['summary']['complete']}/{r['summary']['n']}", number(r["summary"]["average"]),
             "[{}, {}]".format(*map(number, r["summary"]["interval"])), number(gap.get("difference"), "+.2f"),
-            f"[{number(gap.get('low'))}, {number(gap.get('high'))}]" if gap else "-", number(gap.get("p_holm"), ".3f"),
+            f"[{number(gap.get('low'))}, {number(gap.get('high'))}]" if gap else "-", number(gap.get("n"), "d"),
+            number(gap.get("p_holm"), ".3f"),
             number(text["words"], ".0f"), number(text["question_rate"]), number(text["early_advice_rate"]),
             number(text["distinct_2"])])
     if markdown:

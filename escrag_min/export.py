@@ -25,9 +25,10 @@ def export(folder, out, model=None):
     check(not out.exists(), f"--out {out} exists; choose another name")
     run = folder.parent.parent
     made = run / "tiny"         # of a run without --model
-    options = read_json(run / "config.json")
-    source = resolve(model or options["options"]["model"] or made)
-    reward = options["script"] == "train_rm"
+    config = read_json(run / "config.json")
+    options = {**config["options"], **{k: v for change in config.get("resumed", []) for k, v in change["options"].items()}}
+    source = resolve(model or options["model"] or made)
+    reward = config["script"] == "train_rm"
     with torch.device("meta"):
         module = (RewardModel if reward else Qwen2)(read_config(source))
     names = {id(p): name for name, p in module.named_parameters()}
@@ -37,7 +38,7 @@ def export(folder, out, model=None):
         load_state({"model": {names[id(parameter)]: tensor}}, folder)
         return tensor
     if reward:
-        module.max_length = options["options"]["max_length"]
+        module.mean, module.std, module.max_length = 0.0, 1.0, options["max_length"]
     module.save_pretrained(out, source, whole=whole)
     print(f"wrote {out}" + ("; its scores are not standardised, as those of a run's model/ and best/ are" if reward else ""))
 

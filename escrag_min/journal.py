@@ -61,6 +61,9 @@ def ask(writer, requests, journal=None, progress=None):
             bar.update()
         if wanted:
             writer.write([requests[i] for i in wanted], on_answer)
+    failed = [answer.error for answer in answers if answer.text is None]
+    if failed and progress:
+        print(f"{progress}: {len(failed)} of {len(answers)} calls have no answer; the first: {failed[0]}")
     return answers
 
 

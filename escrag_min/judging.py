@@ -16,6 +16,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from escrag_min.chat import without_reasoning
+
 PERSPECTIVES = ("Client", "Counselor", "Judge")
 
 
@@ -71,7 +73,7 @@ def parse_scores(text, metrics, low=0, high=10):
     in a fence or after prose; the last object that has every metric counts. For a single metric, {"score": n} and a plain
     "score of n", "n/10" or a lone number are read too, if they agree. A value out of range makes the answer unread.
     """
-    text = unicodedata.normalize("NFKC", re.sub(r"<think>.*?(</think>|$)", "", text or "", flags=re.DOTALL))
+    text = unicodedata.normalize("NFKC", without_reasoning(text))
     for found in reversed(_json_objects(text)):
         found = {_plain(k): v for k, v in found.items()}
         if len(metrics) == 1 and "score" in found:
@@ -94,7 +96,7 @@ def parse_scores(text, metrics, low=0, high=10):
 
 def parse_preference(text):
     """A judge's choice between two replies -> "first", "second", "tie" or None (unread)."""
-    text = re.sub(r"<think>.*?(</think>|$)", "", text or "", flags=re.DOTALL)
+    text = without_reasoning(text)
     for found in reversed(_json_objects(text)):
         choice = str(found.get("better", "")).strip().lower()
         if choice in ("first", "second", "tie"):
@@ -191,7 +193,8 @@ def paired_bootstrap(a, b, clusters=None, level=0.95, samples=10000, seed=0):
     means = _resampled_means(gap[used], clusters[used], samples, seed)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     tail = min((means <= 0).mean(), (means >= 0).mean())
-    p = min(1.0, 2 * max(tail, 1 / (samples + 1)))      # no resample beyond zero: below what so many samples can tell
+    # no resample beyond zero: below what so many samples can tell; nor below what the signs of so few dialogues could (ours)
+    p = min(1.0, max(2 * tail, 2 / (samples + 1), 2.0 ** (1 - len(np.unique(clusters[used])))))
     return {"difference": float(gap[used].mean()), "low": float(low), "high": float(high), "p": float(p),
             "n": int(used.sum()), "missing": int((~used).sum())}
 

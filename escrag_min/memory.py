@@ -14,9 +14,10 @@ The peak is what is kept plus the largest phase. Activations of a block, bytes a
 of qwen2.py and gradients.py:
 
     norms 2·(e·H + 4), inputs of the projections 2·e·H + e·Q·D, attention e·(2·Q·D + 2·K·D), SwiGLU 2·e·I;
-    and a trunk's keys and values once more for each of its branches after the first
+    and a trunk's keys and values once more for each of its branches after the first; e is 4 in the norms of one GPU, where
+    autocast leaves what runs between the blocks in float32
 
-With --checkpoint-blocks, e·H a layer is kept and one block at a time is whole.
+With --checkpoint-blocks, the input of each layer, e·H or 4·H, is kept and one block at a time is whole.
 """
 from pathlib import Path
 
@@ -65,20 +66,20 @@ def checkpointed(args, config):
     return parameters(config) > GB if args.checkpoint_blocks is None else args.checkpoint_blocks
 
 
-def block_activations(c, tokens, e, branched=0):
+def block_activations(c, tokens, e, branched=0, residual=None):
     """Bytes that a block keeps for its backward pass. branched: trunk tokens that stand once more in the keys of a branch
-    after the first."""
+    after the first. residual: bytes of a number between blocks, where it is not e (autocast: 4)."""
     h, q, k = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    norms = 2 * (e * h + 4)
+    norms = 2 * ((residual or e) * h + 4)
     a_token = norms + 2 * e * h + e * q + e * (2 * q + 2 * k) + 2 * e * c.intermediate_size
     return tokens * a_token + branched * 2 * e * k
 
 
-def activations(c, tokens, e, checkpoint_blocks, branched=0):
+def activations(c, tokens, e, checkpoint_blocks, branched=0, residual=None):
     """Bytes kept between forward and backward pass of a pack."""
-    block = block_activations(c, tokens, e, branched)
+    block = block_activations(c, tokens, e, branched, residual)
     if checkpoint_blocks:
-        return c.num_hidden_layers * tokens * c.hidden_size * e + block
+        return c.num_hidden_layers * tokens * c.hidden_size * (residual or e) + block
     return c.num_hidden_layers * block
 
 
@@ -94,7 +95,7 @@ def plan_items(script, args, ranks, config, reward_config=None, e=2):
         base.append(("gathered root", e * root))
     elif e < 4:
         base.append(("weights in bf16", e * n))
-    acts = ("activations", activations(config, tokens, e, checkpointed(args, config), branched=tokens))
+    acts = ("activations", activations(config, tokens, e, checkpointed(args, config), branched=tokens, residual=4 if w == 1 else e))
     swiglu = ("SwiGLU's backward pass", 2 * e * config.intermediate_size * tokens)
     phases = {"kept": kept, "update, in the blocks": [*base, acts, swiglu, ("the head's gradient", e * head)]}
     if w > 1:           # a whole gradient exists as it was computed, and in float32 to be summed
@@ -109,17 +110,21 @@ def plan_items(script, args, ranks, config, reward_config=None, e=2):
         kept.append(("reward model, frozen", e * m / w))
         if args.beta:
             kept.append(("reference, frozen", e * n / w))
-        prompts = -(-args.prompts_per_step // w)
-        phases["sampling"] = sampling_items(config, e, w, prompts, args.max_prompt, args.group_size, args.max_new_tokens)
+        prompts, length = -(-args.prompts_per_step // w), (args.max_prompt, args.max_new_tokens)
+        phases["sampling"] = sampling_items(config, e, w, prompts, args.group_size, *length)
+        if args.initial == "rollout":       # each of the G has a prompt of its own
+            phases["sampling, pass 2"] = sampling_items(config, e, w, prompts * args.group_size, 1, *length)
+        if args.held_out:                   # as many as are held at once
+            phases["sampling of what is held out"] = sampling_items(config, e, w, MAX_CACHE_TOKENS, 1, *length)
         phases["reward"] = [
             ("gathered weights", e * (root_parameters(reward_config, True) + 2 * block_parameters(reward_config)) if w > 1 else 0),
             ("a forward pass", tokens * (4 * reward_config.hidden_size * 4 + 3 * reward_config.intermediate_size * e))]
     if script == "train_sft" and args.retrieve:         # before the first step; as many as are held at once
-        phases["sampling of drafts"] = sampling_items(config, e, w, MAX_CACHE_TOKENS, args.max_length, 1, args.max_new_tokens)
+        phases["sampling of drafts"] = sampling_items(config, e, w, MAX_CACHE_TOKENS, 1, args.max_length, args.max_new_tokens)
     return phases
 
 
-def sampling_items(c, e, ranks, prompts, max_prompt, copies, new_tokens):
+def sampling_items(c, e, ranks, prompts, copies, max_prompt, new_tokens):
     """[(what, bytes)] of a rank that samples `copies` completions of each of its prompts; more than fit its cache go in turns."""
     n, a_prompt = parameters(c), max_prompt + copies * new_tokens
     prompts = min(prompts, max(1, MAX_CACHE_TOKENS // a_prompt))
@@ -143,7 +148,7 @@ def plan(script, args, ranks, size="", reward_size=""):
     if script == "train_grpo":
         reward_config, reward_where = _shape(args.reward_model, reward_size, "--reward-model")
         where += f"; reward model: {reward_where}"
-    e = frozen_dtype().itemsize if not size else 2
+    e = 2 if size or args.ranks else frozen_dtype().itemsize        # --preset and --ranks ask about GPUs
     phases = plan_items(script, args, ranks, config, reward_config, e)
     lines = [f"memory in GB of each of {ranks} rank{'s' if ranks > 1 else ''}, {'bf16 on a GPU' if e == 2 else 'float32 on a CPU'}",
              f"{parameters(config, script == 'train_rm') / GB:.2f}B parameters: {where}"]

@@ -117,4 +117,4 @@ def _pieces(tree, budget):
             room = budget - len(prompt)
         pieces[-1][1].append(ids)
         room -= len(ids)
-    return pieces
+    return pieces or [tree]

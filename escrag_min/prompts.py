@@ -34,6 +34,11 @@ def transcript(dialogue):
     return "\n".join(f"{SPEAKER[m['role']]}: {one_line(m['content'])}" for m in dialogue)
 
 
+def last_turn(dialogue):
+    """The least that fitting a dialogue leaves of it: its last message, and a system message before it all."""
+    return [m for m in dialogue[:-1][:1] if m["role"] == "system"] + dialogue[-1:]
+
+
 def policy_prompt(dialogue, initial=None, exemplars=()):
     """Messages of pass 1 (initial None) or pass 2. exemplars: records with "prompt", "chosen" and perhaps "strategy"."""
     parts = [f"The conversation so far:\n{transcript(dialogue)}"]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from escrag_min.gradients import gated_down, rms_norm
+from escrag_min.gradients import autocast, gated_down, rms_norm
 from escrag_min.kvcache import shared_attention
 from escrag_min.logprob import token_logprobs
 from escrag_min.packing import Packed
@@ -80,7 +80,7 @@ def grouped_attention(q, k, v, mask=None, causal=False):
     b, heads, t, d = q.shape
     kv_heads, s = k.shape[1:3]
     group = heads // kv_heads
-    if t == 1:      # decoding: the group's queries stand where several tokens would, against one set of keys
+    if t == 1:      # the group's queries stand where several tokens would, against one set of keys
         out = F.scaled_dot_product_attention(q.view(b, kv_heads, group, d), k, v, attn_mask=mask)
         return out.reshape(b, heads, t, d)
     if group > 1:
@@ -124,6 +124,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, c.hidden_size, bias=False)
 
     def qkv(self, x):
+        x, = autocast(x)        # once, where each projection would do it again, and keep its copy
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def forward(self, x, cos, sin, mask, cache, layer):
@@ -152,6 +153,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def gate_up(self, x):
+        x, = autocast(x)
         return self.gate_proj(x), self.up_proj(x)
 
     def forward(self, x):

@@ -20,6 +20,7 @@ from escrag_min.chat import split_think
 from escrag_min.checkpoint import atomic_folder, read_json, write_json
 from escrag_min.data import read_jsonl, read_records, write_jsonl
 from escrag_min.encoder import encoder_from_json, make_encoder, unit_rows
+from escrag_min.parallel import say
 
 
 @dataclass
@@ -82,9 +83,15 @@ class ExemplarIndex:
 
 
 def kept(exemplars):
-    """What an index keeps of preference records: the chosen reply as a client would see it, without any reasoning."""
-    return [{**{k: e[k] for k in ("id", "dialogue_id", "prompt", "strategy") if k in e}, "chosen": split_think(e["chosen"])[1]}
-            for e in exemplars]
+    """What an index keeps of preference records: the chosen reply as a client would see it, without any reasoning. A reply that
+    stands there several times, against several rejected ones, is kept once."""
+    found = {}
+    for e in exemplars:
+        reply = split_think(e["chosen"])[1]
+        check(reply, f"{e['id']}: its chosen reply is empty but for its reasoning; an exemplar needs one")
+        found.setdefault((json.dumps(e["prompt"]), reply), {
+            **{k: e[k] for k in ("id", "dialogue_id", "prompt", "strategy") if k in e}, "chosen": reply})
+    return list(found.values())
 
 
 def fitted(encoder, exemplars):
@@ -107,7 +114,10 @@ def open_index(path, encoder="tfidf", cache=None):
     if Path(path).is_dir():
         check(encoder == "tfidf", f"--encoder {encoder}: {path} is a saved index, which has its own")
         return ExemplarIndex.load(path)
-    exemplars, encoder = read_records(path, "preference"), make_encoder(encoder)
+    records, encoder = read_records(path, "preference"), make_encoder(encoder)
+    exemplars = kept(records)
+    if len(exemplars) < len(records):
+        say(f"{path}: {len(records)} records hold {len(exemplars)} different exemplars")
     meta = Path(cache or "") / "meta.json"
     if cache and meta.exists() and read_json(meta) == fingerprints(exemplars, fitted(encoder, exemplars)):
         return ExemplarIndex.load(cache, encoder)

@@ -14,10 +14,11 @@ from escrag_min import checkpoint
 from escrag_min.args import check
 from escrag_min.packing import pack, split_into_packs
 from escrag_min.parallel import even, frozen_dtype, load
-from escrag_min.prompts import fitted_ids, reward_prompt
+from escrag_min.prompts import fitted_ids, last_turn, reward_prompt
 from escrag_min.qwen2 import Body
 
 NO_REPLY_REWARD = -3.0      # ours, in standard deviations of the training replies' scores
+MAX_LENGTH = 2048           # ours, for a reward model that does not say what it was trained on
 
 
 def bradley_terry_loss(chosen, rejected, margin=0.0):
@@ -27,7 +28,7 @@ def bradley_terry_loss(chosen, rejected, margin=0.0):
 
 class RewardModel(nn.Module):
     """mean, std: of its scores on its own training replies, to standardise a reward. max_length: tokens of dialogue and reply that
-    it was trained on, None if unknown: it is not asked about longer ones. All three travel in config.json."""
+    it was trained on, None if unknown: longer dialogues lose their oldest turns (scored_tree). All three travel in config.json."""
 
     def __init__(self, config):
         super().__init__()
@@ -77,23 +78,29 @@ def reward_tree(tokenizer, dialogue, replies, limit):
     return (prompt, branches), dropped
 
 
+def scored_tree(model, tokenizer, dialogue, replies):
+    """reward_tree of the length that the model was trained on, the same whoever asks: GRPO, a judge, the reader."""
+    try:
+        limit = min(model.max_length or MAX_LENGTH, model.config.max_position_embeddings)
+        return reward_tree(tokenizer, dialogue, replies, limit)
+    except ValueError:      # the last turn and a reply alone are longer: these two, whatever their length
+        return reward_tree(tokenizer, last_turn(dialogue), replies, model.config.max_position_embeddings)[0], len(dialogue) - 1
+
+
 @torch.no_grad()
-def score_replies(model, tokenizer, items, limit=2048, tokens_per_batch=8192):
+def score_replies(model, tokenizer, items, tokens_per_batch=8192):
     """[(dialogue, [replies]), ...] -> list of lists of float: standardised scores, (r - mean) / std.
 
-    limit: tokens of dialogue and reply; old turns are dropped to fit it, and to fit model.max_length where that can be done.
-    An empty reply is not shown to the model, which never saw one; it gets NO_REPLY_REWARD. Under torchrun each rank has items of
-    its own, also none, but all must ask.
+    A reply's score does not depend on its siblings: where old turns must go, each is fitted on its own. An empty reply is not
+    shown to the model, which never saw one; it gets NO_REPLY_REWARD. Under torchrun each rank has items of its own, also none,
+    but all must ask.
     """
-    def tree(dialogue, replies):
-        if model.max_length and model.max_length < limit:
-            try:
-                return reward_tree(tokenizer, dialogue, replies, model.max_length)[0]
-            except ValueError:      # the last turn and a reply alone are longer
-                pass
-        return reward_tree(tokenizer, dialogue, replies, limit)[0]
-    trees = [tree(dialogue, spoken) for dialogue, replies in items if (spoken := [r for r in replies if r])]
-    packs = even(split_into_packs(trees, tokens_per_batch, split_trees=True))
+    trees = []
+    for dialogue, replies in items:
+        if spoken := [r for r in replies if r]:
+            tree, dropped = scored_tree(model, tokenizer, dialogue, spoken)
+            trees += [scored_tree(model, tokenizer, dialogue, [r])[0] for r in spoken] if dropped else [tree]
+    packs = even(split_into_packs(trees, max([tokens_per_batch, *(len(p) + max(map(len, b)) for p, b in trees)]), split_trees=True))
     scored = [(model(pack(trees).to(model.score.weight.device)), real) for trees, real in packs]
     raw = [score for scores, real in scored if real for score in scores.tolist()]
     scores = iter((score - model.mean) / max(model.std, 1e-6) for score in raw)

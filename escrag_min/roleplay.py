@@ -12,7 +12,9 @@ started again asks only what is missing and makes the same dialogues. preference
 """
 import re
 
-from escrag_min.data import STAGES, STRATEGIES, is_esconv, read_esconv, read_jsonl
+from escrag_min.args import check
+from escrag_min.chat import without_reasoning
+from escrag_min.data import STAGES, STRATEGIES, is_esconv, read_esconv, read_jsonl, text_id
 from escrag_min.journal import Request, ask
 from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, average, by_perspective, parse_scores
 from escrag_min.preference import similarity
@@ -43,6 +45,8 @@ def read_cards(path):
             raise ValueError(f"{where}: a role card needs {', '.join(map(repr, missing))}")
         if card["initial_intensity"] not in (1, 2, 3, 4, 5):
             raise ValueError(f"{where}: initial_intensity is {card['initial_intensity']!r}; allowed: 1 to 5")
+        card["id"] = text_id(card, "id", where)
+        check("/" not in card["id"], f"{where}: the id {card['id']!r} may hold no /")
         if card["id"] in seen:
             raise ValueError(f"{where}: the id {card['id']!r} is there twice")
         seen.add(card["id"])
@@ -68,8 +72,9 @@ def client(dialogues, writer, journal, args):
         if answer.text is None:
             d["ended"] = f"client failed: {answer.error}"
             continue
-        token = re.search(r"\[(GOALS MET|END)\]", answer.text)
-        line = client_line(answer.text)
+        text = without_reasoning(answer.text)
+        token = re.search(r"\[(GOALS MET|END)\]", text)
+        line = client_line(text)
         said = [m["content"] for m in d["messages"] if m["role"] == "user"]
         if token:
             d["ended"] = "goals met" if token[1] == "GOALS MET" else "client ended"
@@ -99,7 +104,8 @@ def propose(dialogues, writer, journal, args):
         answers = ask(writer, [request(args, d, f"{c['number']}/{name}", candidate_prompt(d["messages"], c["notes"]),
                                        args.temperature, args.max_new_tokens) for d, c in going], journal, name)
         for (_, c), answer in zip(going, answers):
-            text = one_line(answer.text or "") if name != "reply" else spoken(answer.text or "")
+            text = without_reasoning(answer.text)
+            text = one_line(text) if name != "reply" else spoken(text)
             c["notes"][name] = text
             c["failed"] = failure(name, text, answer)
     return [[as_candidate(c) for c in drafts[id(d)]] for d in dialogues]

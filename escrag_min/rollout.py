@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from escrag_min.args import about
 from escrag_min.chat import split_think
-from escrag_min.prompts import fitted_ids, policy_prompt
+from escrag_min.prompts import fitted_ids, last_turn, policy_prompt
 from escrag_min.sampling import sample
 
 
@@ -130,8 +130,7 @@ def final_prompt(tokenizer, dialogue, draft, hits, limit):
 
 def shortest_prompt(tokenizer, state, retrieve, max_new_tokens):
     """Tokens the longest prompt of a state needs at least: its last turn, and in pass 2 a draft of max_new_tokens."""
-    system = [m for m in state["prompt"][:-1][:1] if m["role"] == "system"]        # stays whatever is dropped
-    last = system + state["prompt"][-1:]
+    last = last_turn(state["prompt"])
     if not retrieve:
         return len(tokenizer.render(policy_prompt(last)))
     return len(tokenizer.render(policy_prompt(last, ""))) + max_new_tokens

@@ -85,6 +85,10 @@ class Run:
         for name in ("save_every", "keep_last", "eval_every", "steps"):
             value = getattr(args, name)
             check(value is None or value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
+        for name in ("epochs", "lr", "clip_norm"):
+            check(getattr(args, name) > 0, f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
+        check(args.weight_decay >= 0, f"--weight-decay {args.weight_decay} must not be negative")
+        check(0 <= args.warmup < 1, f"--warmup {args.warmup} is a share of the steps: from 0 to below 1")
         self.args, (self.held_out, self.better) = args, held_out
         self.out = first(lambda: open_run(script, args))
         check((self.out / "config.json").exists(), f"--out {self.out}: not the folder that rank 0 sees; all nodes must share it")
@@ -106,6 +110,8 @@ class Run:
                     moments["step"].fill_(state["updates"])
                 self.finished = self.saved = state["step"]
                 self.skipped, self.best = state["skipped"], state["best"]
+                if self.args.keep_best and not first(lambda: (self.out / "best").exists()):
+                    self.best = None        # measured so far, but not kept
                 say(f"resuming {folder}" + (f", written by {state['ranks']} ranks" if state["ranks"] != size() else ""))
                 break
         else:
@@ -119,7 +125,7 @@ class Run:
             for step in self.bar:
                 yield step
                 self.finished = step + 1
-                if self.finished % self.args.save_every == 0 and self.finished < n and not self.skipped:
+                if self.finished == n or self.finished % self.args.save_every == 0 and not self.skipped:
                     self.save()
                 self.stop_if_asked()
 
@@ -148,7 +154,11 @@ class Run:
         return True
 
     def save_best(self):
-        save_pretrained(self.model, self.out / "best", self.args.model)
+        """best/. A full disk is said, and leaves the earlier one as it is."""
+        try:
+            save_pretrained(self.model, self.out / "best", self.args.model)
+        except OSError as error:
+            say(f"{self.out / 'best'} could not be written ({error})")
 
     def end(self):
         """Write model/."""
@@ -273,22 +283,26 @@ def resumable_folder(out, script, args, may_change=()):
     """
     out = default_out(out, script)
     options = {k: v for k, v in asdict(args).items() if k not in ("out", *may_change)}
-    if (out / "config.json").exists():
+    unused = not out.exists() or out.is_dir() and not {p.name for p in out.iterdir()} - {"config.json"}
+    if not unused and (out / "config.json").exists():
         earlier = read_json(out / "config.json")
         changed = [f"--{k}".replace("_", "-") for k in options if options[k] != earlier.get("options", {}).get(k)]
         if earlier.get("script") != script or changed:
             raise ValueError(f"--out {out} was made by {earlier.get('script')} with other options ({', '.join(changed)}); choose "
                              "another folder")
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif not unused:
         raise ValueError(f"--out {out} is not an empty folder; choose another")
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", {"script": script, "options": options})
+    if not args.out:
+        print(f"writing {out}; to go on with it, should it be stopped, give --out {out}")
     return out
 
 
 def complete_checkpoints(out):
     """Folders of checkpoints, newest first."""
-    return sorted((out / "checkpoints").glob("step-??????"), reverse=True)
+    found = [p for p in (out / "checkpoints").glob("step-*") if p.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
 
 
 def checksums(folder):
@@ -317,7 +331,7 @@ def verified(folder):
         files = checksums(folder)
         wrong = [name for name in state["files"].keys() | files.keys() if files.get(name) != state["files"].get(name)]
         reason = f"{wrong[0]} is not as it was written" if wrong else None
-    except (ValueError, OSError) as error:
+    except (ValueError, KeyError, FileNotFoundError) as error:      # another OSError is no damage: the disk may answer again
         reason = error
     if reason:
         first(lambda: set_aside(folder))

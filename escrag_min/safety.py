@@ -17,12 +17,14 @@ NOTICE = (
 _SIGNALS = re.compile("|".join((
     # direct
     r"\b(?:(?:kill|hang|shoot|drown|hurt|harm)(?:ing)?|cut(?:ting)?) my ?self\b", r"\bsuicid\w*",
-    r"\bend(?:ing)? (?:my (?:own )?life|it all)\b",
-    r"\btak(?:e|ing) my (?:own )?life\b", r"\b(?:want|wanted|wish(?:ed)?|going|ready|like) to die\b", r"\bself[- ]?harm\w*",
-    r"\boverdos\w*", r"\bi(?:'d| would) rather be dead\b", r"\bwish i (?:was|were) dead\b",
+    r"\bend(?:ing)? (?:my (?:own )?life|it all)\b", r"\b(?:want|wanna|going|gonna|ready)(?: to)? end it\b(?! with)",
+    r"\bwant it all to (?:end|stop|be over)\b",
+    r"\btak(?:e|ing) my (?:own )?life\b", r"\b(?:want|wanted|wish(?:ed)?|going|ready|like) to (?:die|be dead)\b",
+    r"\bwanna (?:die|be dead)\b", r"\bbetter off dead\b", r"\b(?:been|started|start|keep|kept) cutting again\b",
+    r"\bself[- ]?harm\w*", r"\boverdos\w*", r"\bi(?:'d| would) rather be dead\b", r"\bwish i (?:was|were) dead\b",
     # indirect
     r"\b(?:don't|do not|didn't|never) (?:really )?want to (?:be here|wake up|live|exist|be alive)\b",
-    r"\bno (?:reason|point) (?:to|in) (?:live|living|go on|going on)\b", r"\bnot worth living\b",
+    r"\bno (?:reason|point) (?:to|in) (?:live|living|go on|going on|be alive|being alive)\b", r"\bnot worth living\b",
     r"\b(?:better|easier) (?:off )?(?:without me|if i (?:was|were) ?(?:n't|not|just)? ?(?:gone|dead|here|there|around))\b",
     r"\bif i (?:just )?(?:wasn't|weren't|was not|were not) (?:here|there|around|alive|in the picture)\b",
     r"\b(?:not|never) wak(?:e|ing) up\b(?! (?:late|early|on time|in time))", r"\bcan't (?:go on|keep living)\b",

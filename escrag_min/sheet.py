@@ -5,13 +5,15 @@
     tally   the exports of the page -> wins of A, mean scores, Krippendorff's alpha
 
 Order and sides are drawn with a digest of the seed and both files' text. The page shows neither ids nor names nor the seed, so
-that page, exports and this code together do not tell whose reply is whose; tally draws the same again from the same files and
-seed. The paper compares scores to get preferences: "implied" here. Asking for the preference as well is ours.
+that page, exports and this code together do not tell whose reply is whose while the seed is secret (with one that is easily
+guessed, the sides of a few pairs could be tried out); tally draws the same again from the same files and seed. The paper compares
+scores to get preferences: "implied" here. Asking for the preference as well is ours.
 """
 import base64
 import hashlib
 import json
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import numpy as np
 
 from escrag_min.args import check, option, positional
 from escrag_min.checkpoint import read_json, write_json
-from escrag_min.evaluation import number, read_responses, shared_contexts
+from escrag_min.evaluation import left_out, number, read_responses, shared_contexts
 from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, by_perspective, krippendorff_alpha, wilson_interval
 from escrag_min.prompts import SPEAKER
 
@@ -38,7 +40,7 @@ ROWS = (*PERSPECTIVES, "overall")
 class Sheet:
     a: str = positional("responses of A")
     b: str = positional("responses of B")
-    seed: int = option(0, "draws order and sides; tally needs the same")
+    seed: int | None = option(None, "draws order and sides; tally needs the same; none: a secret one, which is printed")
     out: str = option("sheet.html", "page to write; it must not exist")
 
 
@@ -47,7 +49,7 @@ class Tally:
     exports: list[str] = positional("files that the page exported, one of each annotator")
     a: str = option("", "responses of A, as for the sheet")
     b: str = option("", "responses of B, as for the sheet")
-    seed: int = option(0, "of the sheet")
+    seed: int | None = option(None, "of the sheet, as it was given or printed")
     out: str = option("", "JSON file to write as well")
 
 
@@ -197,17 +199,20 @@ def write_sheet(args):
     """A page on which annotators rate A's and B's replies blind (paper, appendix E)."""
     out = Path(args.out)
     check(not out.exists(), f"--out {out} exists; choose another name")
+    check(Path(args.a).resolve() != Path(args.b).resolve(), f"{args.a}: A and B are the same file")
     a, b = read_responses(args.a), read_responses(args.b)
-    html, name, pairs = page(a, b, args.seed)
+    seed = secrets.randbits(62) if args.seed is None else args.seed
+    html, name, pairs = page(a, b, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(html, "utf-8")
-    print(f"wrote {out}: sheet {name}, {pairs} pairs ({len(a.keys() | b.keys()) - pairs} contexts left out); give each annotator "
-          f"a copy, and keep both files and --seed {args.seed} for tally")
+    print(f"wrote {out}: sheet {name}, {pairs} pairs (left out: {left_out(a, b)}); give each annotator "
+          f"a copy, and keep both files and --seed {seed} for tally")
 
 
 def tally_exports(args):
     """Unblind the annotators' exports: wins of A, mean scores, agreement."""
     check(args.a and args.b, "--a and --b: name the two responses files of the sheet")
+    check(args.seed is not None, "--seed: give the number that sheet printed")
     name, pairs = draw_pairs(read_responses(args.a), read_responses(args.b), args.seed)
     exports, files = {}, {}
     for file in args.exports:
@@ -216,6 +221,8 @@ def tally_exports(args):
         check(same not in files, f"{file}: annotator {annotator!r} is in {files.get(same)} already; give one export of each")
         exports[annotator], files[same] = ratings, file
     summary = tally(exports, name, pairs)
+    print(tally_table(summary))
     if args.out:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         write_json(args.out, summary)
-    print(tally_table(summary) + (f"\n\nwrote {args.out}" if args.out else ""))
+        print(f"\nwrote {args.out}")

@@ -22,6 +22,11 @@ def check_trees(records, trees, tokens_per_batch):
                                                    f"is {tokens_per_batch}")
 
 
+def check_positions(option, length, model):
+    positions = model.config.max_position_embeddings
+    check(length <= positions, f"{option} is {length}; the model has {positions} positions")
+
+
 def make_optimizer(model, lr, weight_decay=0.0):
     """AdamW; weight decay on matrices only, not on norms and biases."""
     parameters = list(model.parameters())

@@ -31,7 +31,7 @@ from escrag_min.packing import pack
 from escrag_min.parallel import backward
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
-from escrag_min.reward import RewardModel, reward_tree, score_replies
+from escrag_min.reward import RewardModel, score_replies, scored_tree
 from escrag_min.rollout import draft_text, two_pass_rollout
 from escrag_min.tiny import model_or_tiny, tiny_reward_model
 from escrag_min.training import make_optimizer, step_generator, update
@@ -122,9 +122,9 @@ def retrieval_data(index, rollout):
 
 def reward_data(rm, tokenizer, rollout, rewards, options):
     """Each response's way from w·h to r. The reward model never sees an empty reply."""
-    dialogue, said, limit = rollout.state["prompt"], rollout.responses, options.max_prompt + options.max_new_tokens
-    scores, = score_replies(rm, tokenizer, [(dialogue, [s.reply for s in said])], limit)
-    trees = [reward_tree(tokenizer, dialogue, [s.reply], limit)[0] for s in said]
+    dialogue, said = rollout.state["prompt"], rollout.responses
+    scores, = score_replies(rm, tokenizer, [(dialogue, [s.reply for s in said])])
+    trees = [scored_tree(rm, tokenizer, dialogue, [s.reply])[0] for s in said]
     return {"mean": rm.mean, "std": rm.std, "rows": [
         {"of": f"y{i + 1}", "w·h": rm(pack([trees[i]])).item() if s.reply else "no reply", "score": scores[i],
          "penalty": 0.0 if s.well_formed else options.format_penalty, "r": rewards[i]} for i, s in enumerate(said)]}

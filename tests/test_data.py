@@ -80,7 +80,7 @@ def test_a_dialogue_id_is_text_or_made_so(tmp_path):
     unnamed["id"] = None
     records = read_records(write(tmp_path, named, numbered, without, unnamed), "prompt")
     file = tmp_path / "records.jsonl"
-    assert [r["dialogue_id"] for r in records] == ["d", "12", "7", f"{file}:4"] and records[3]["id"] == f"{file}:4"
+    assert [r["dialogue_id"] for r in records] == ["d", "12", "7", f"{file.resolve()}:4"] and records[3]["id"] == f"{file}:4"
     for wrong in (1.5, True, ["d"], {}):
         with pytest.raises(ValueError, match='records.jsonl:2: "dialogue_id" must be a string, found'):
             read_records(write(tmp_path, named, {**named, "dialogue_id": wrong}), "prompt")

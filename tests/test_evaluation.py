@@ -53,13 +53,16 @@ def test_compare_is_blind_and_in_both_orders_case56():
         return json.dumps({"better": "first" if text.index("good") < text.index("poor") else "second"})
     a, b = responses("good 0", "good 1", "only in a"), responses("poor 0", "poor 1")
     rows, summary = compare(a, b, ScriptedWriter(script), None)
-    assert (summary["wins"], summary["ties"], summary["pairs"], summary["left_out"]) == (2, 0, 2, 1)
-    assert rows[0] == {"id": "r0", "forward": "first", "backward": "second"}
+    assert (summary["wins"], summary["ties"], summary["pairs"]) == (2, 0, 2)
+    assert summary["left_out"] == "0 without a reply of A, 0 without one of B, 1 in one file only"
+    assert rows[0] == {"id": "r0", "forward": "first", "backward": "second", "raw": ['{"better": "first"}', '{"better": "second"}']}
     assert seen[0].index("good 0") < seen[0].index("poor 0") and seen[1].index("poor 0") < seen[1].index("good 0")
     _, partial = compare(a, b, judge_saying(("", '{"better": "first"}')), None)         # always the first
     assert (partial["wins"], partial["ties"], partial["flip_rate"], partial["first_rate"]) == (0, 2, 1.0, 1.0)
-    with pytest.raises(ValueError, match="share no context"):
+    with pytest.raises(ValueError, match="share no context that both answer: 0 ids are in both, .* 4 in one file only"):
         compare(a, {"other": {**a["r0"], "id": "other"}}, ScriptedWriter(script), None)
+    with pytest.raises(ValueError, match="1 ids are in both, 0 without a reply of A, 1 without one of B"):
+        compare({"r0": a["r0"]}, {"r0": {**a["r0"], "reply": ""}}, ScriptedWriter(script), None)
 
 
 def test_ladder_rows_are_the_papers():
@@ -76,10 +79,10 @@ def test_each_row_against_the_one_above_by_hand():
     assert first is None and (second["difference"], second["low"], second["high"]) == (2.0, 2.0, 2.0)
     assert (third["difference"], third["n"], third["missing"]) == (1.0, 1, 1)
     assert second["p_holm"] == pytest.approx(2 * second["p"])                           # two comparisons, Holm
-    row = {"name": "a", "n_exemplars": 3, "against_above": second, "summary": {"average": 3.5, "interval": (3.0, 4.0)},
+    row = {"name": "a", "n_exemplars": 3, "against_above": second, "summary": {"average": 3.5, "interval": (3.0, 4.0), "complete": 2, "n": 5},
            "text": {"words": 12.4, "question_rate": 0.5, "early_advice_rate": None, "distinct_2": 0.9}}
     markdown = ladder_table([row], markdown=True)
-    assert "| a | 3 | 3.50 | [3.00, 4.00] | +2.00 | [2.00, 2.00] | 0.000 | 12 | 0.50 | - | 0.90 |" in markdown
+    assert "| a | 3 | 2/5 | 3.50 | [3.00, 4.00] | +2.00 | [2.00, 2.00] | 2 | 1.000 | 12 | 0.50 | - | 0.90 |" in markdown
     assert "+2.00" in ladder_table([row])
 
 
@@ -93,6 +96,10 @@ def test_response_files_are_checked(tmp_path):
         read_responses(write({k: v for k, v in good.items() if k != "reply"}))
     with pytest.raises(ValueError, match="r.jsonl:2: the id 'r0' is there twice"):
         read_responses(write(good, good))
+    for key, value, words in (("reply", None, '"reply" must be text, found None'), ("id", ["x"], '"id" must be a string'),
+                              ("prompt", "hello", '"prompt" must be a non-empty list of messages')):
+        with pytest.raises(ValueError, match=f"r.jsonl:1: {words}"):
+            read_responses(write({**good, key: value}))
 
 
 SHORT = ("--limit", "4", "--max-new-tokens", "8", "--max-prompt", "1500")

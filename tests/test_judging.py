@@ -107,7 +107,9 @@ def test_bootstrap_resamples_dialogues_by_hand():
 def test_paired_bootstrap_by_hand():
     result = paired_bootstrap([2.0, 3.0, None, 5.0], [1.0, 2.0, 9.0, float("nan")])
     assert (result["difference"], result["low"], result["high"]) == (1.0, 1.0, 1.0)
-    assert (result["n"], result["missing"]) == (2, 2) and result["p"] == pytest.approx(2 / 10001)
+    assert (result["n"], result["missing"]) == (2, 2) and result["p"] == 0.5    # two of two signs: 2 / 2^2, two-sided
+    assert paired_bootstrap([1.0] * 20, [0.0] * 20)["p"] == pytest.approx(2 / 10001)
+    assert paired_bootstrap([1.0] * 20, [0.0] * 20, clusters=["d"] * 20)["p"] == 1.0        # one dialogue tells nothing
     even = paired_bootstrap([1.0, 0.0], [0.0, 1.0])                             # gaps +1, -1: resampled means -1, 0, 0, 1
     assert even["difference"] == 0.0 and even["p"] == 1.0
     assert paired_bootstrap([None], [1.0])["difference"] is None

@@ -240,7 +240,7 @@ def test_a_trickle_does_not_outlive_the_timeout(serve):
     assert time.monotonic() - began < 3
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 307])
+@pytest.mark.parametrize("status", [401, 402, 403, 404, 307])
 def test_what_no_call_can_pass_ends_the_batch(serve, monkeypatch, tmp_path, status):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     server = serve(lambda item, call: (status, KEY.encode(), {"Location": "http://127.0.0.1:9/"}) if item == "item-5" else None,

@@ -30,29 +30,32 @@ def test_parameters_of_the_published_models(size, billions):
         assert sum(p.numel() for p in model.parameters()) == memory.parameters(config, reward=cls is RewardModel)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_activations_are_those_that_autograd_keeps(kv_heads):
+@pytest.mark.parametrize("kv_heads, autocast", [(2, False), (4, False), (4, True)])
+def test_activations_are_those_that_autograd_keeps(kv_heads, autocast):
+    """autocast: bf16 on one GPU, here on a CPU; its copies of the weights are counted elsewhere."""
     config = small_config(kv_heads=kv_heads)
     model = waves(Qwen2(config))
     trees = [(list(range(20)), [[5] * 6, [6] * 9]), (list(range(12)), [[5] * 11])]
     packed = pack(trees)
     branched = sum(len(prompt) * len(branches[1:]) for prompt, branches in trees)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = {tuple(sorted(p.shape)) for p in model.parameters()}
 
     def saved(layers):
         kept = {}
 
         def count(tensor):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
+            if storage.data_ptr() not in weights and tuple(sorted(tensor.shape)) not in shapes:
                 kept[storage.data_ptr()] = (storage.nbytes(), tensor)       # the tensor too, so that no address is used twice
             return tensor
         model.model.layers = torch.nn.ModuleList(list(model.model.layers)[:layers])
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             model(packed.tokens[None], mask=packed)
         return sum(size for size, _ in kept.values())
     block = saved(2) - saved(1)     # what one more block keeps
-    assert memory.block_activations(config, len(packed.tokens), 4, branched) == pytest.approx(block, rel=0.15)
+    planned = memory.block_activations(config, len(packed.tokens), 2 if autocast else 4, branched, residual=4)
+    assert planned == pytest.approx(block, rel=0.15)
 
 
 @pytest.mark.parametrize("script, size, ranks", [("train_rm", "7B", 2), ("train_sft", "7B", 4)])
@@ -90,7 +93,7 @@ def test_a_plan_by_hand():
     assert sizes["weights, float32"] == sizes["gradients, float32"] == pytest.approx(6.172, abs=0.001)
     assert sizes["AdamW moments, float32"] == pytest.approx(12.344, abs=0.001)
     assert sizes["gathered policy"] == pytest.approx(6.172, abs=0.001)
-    assert sizes["keys and values"] == pytest.approx(2.114, abs=0.001)
+    assert dict(phases["sampling"])["keys and values"] / 1e9 == pytest.approx(2.114, abs=0.001)
     assert sizes["reward model, frozen"] == pytest.approx(7.07, abs=0.01)
     # the drafts of train_sft.py --retrieve: 28 prompts of 2048 + 256 tokens in 65536; 28 · 2304 · 36864 bytes
     phases = memory.plan_items("train_sft", train_sft.Args(retrieve=3), 2, memory.published("3B"))

@@ -311,5 +311,27 @@ def test_build_pref_offline_makes_pairs_a_reward_model_can_use(tmp_path, capsys)
     before = {f.name: f.read_bytes() for f in out.iterdir()}
     build_pref.main(["--out", str(out), "--limit", "6"])            # again: from the journal, the same files
     assert {f.name: f.read_bytes() for f in out.iterdir()} == before
-    with pytest.raises(ValueError, match="other options .--limit."):
-        build_pref.main(["--out", str(out), "--limit", "5"])
+    asked = (out / "journal.jsonl").read_bytes()
+    build_pref.main(["--out", str(out), "--limit", "5", "--margin", "2"])       # filters: nothing is asked again
+    assert json.loads((out / "report.json").read_text())["pairs"] < report["pairs"] and (out / "journal.jsonl").read_bytes() == asked
+    with pytest.raises(ValueError, match="other options .--candidates."):
+        build_pref.main(["--out", str(out), "--limit", "5", "--candidates", "3"])
+
+
+def test_an_option_that_was_wrong_does_not_use_up_the_folder(tmp_path):
+    out = ["--out", str(tmp_path / "pref"), "--limit", "2"]
+    with pytest.raises(OSError, match="no/such/writer"):
+        build_pref.main([*out, "--writer", "no/such/writer"])
+    build_pref.main(out)
+    with pytest.raises(ValueError, match="--judge x needs --writer"):
+        build_pref.main([*out, "--judge", "x"])
+
+
+def test_a_writers_reasoning_is_no_part_of_what_it_says(tmp_path):
+    def thinking(text):
+        return f"<think>\nStage: Action, says the client: no.\n</think>\n\n{text}"
+    roles = Roles(["one", "two", "three"])
+    writer = ScriptedWriter(lambda request: thinking(roles(request)))
+    plain, *_ = run(tmp_path / "a", Roles(["one", "two", "three"]))
+    loud, *_ = run(tmp_path / "b", roles, writer=writer)
+    assert len(plain[0]["messages"]) == 6 and loud[0]["messages"] == plain[0]["messages"]

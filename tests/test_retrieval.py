@@ -25,6 +25,13 @@ def test_cosine_not_inner_product_case54():
     assert [(h.exemplar["id"], round(h.score, 4)) for h in hits] == [("short", 1.0), ("long", 0.7071)]
 
 
+def test_a_reply_given_against_several_others_is_one_exemplar():
+    records = [{**exemplar("I hear you."), "rejected": r} for r in ("a", "b", "c")] + [{**exemplar("I hear you."), "prompt": ["else"]}]
+    assert len(ExemplarIndex.build(records, TfidfEncoder()).exemplars) == 2
+    with pytest.raises(ValueError, match="x1: its chosen reply is empty but for its reasoning"):
+        ExemplarIndex.build([{**exemplar("x1"), "chosen": "<think>She is sad.</think>"}], TfidfEncoder())
+
+
 def test_any_array_becomes_unit_rows_case54():
     double = np.arange(12, dtype=np.float64).reshape(3, 4)[:, ::2]
     assert not double.flags.c_contiguous

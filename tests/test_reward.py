@@ -114,9 +114,19 @@ def test_a_reward_is_asked_for_no_more_than_was_trained_on(tokenizer, tiny, monk
     model, seen = RewardModel.from_pretrained(tiny), []
     monkeypatch.setattr(RewardModel, "forward", lambda self, packed: seen.append(len(packed.tokens)) or torch.zeros(len(packed.last)))
     dialogue = [{"role": r, "content": "word " * 20} for r in ("user", "assistant")] * 3 + DIALOGUE
-    for model.max_length in (None, 150, 20):        # 20: not even the last turn fits; then all there is room for
+    for model.max_length in (None, 150, 20):        # 20: not even the last turn fits; then it alone
         score_replies(model, tokenizer, [(dialogue, ["Since when?"])])
-    assert seen[1] <= 150 < seen[0] == seen[2]
+    score_replies(model, tokenizer, [(DIALOGUE, ["Since when?"])])
+    assert seen[1] <= 150 < seen[0] and seen[2] == seen[3] <= seen[1]
+
+
+def test_a_replys_score_does_not_depend_on_its_siblings(tokenizer, tiny, monkeypatch):
+    model, seen = RewardModel.from_pretrained(tiny), []
+    monkeypatch.setattr(RewardModel, "forward", lambda self, packed: seen.append(packed.tokens.tolist()) or torch.zeros(len(packed.last)))
+    dialogue, model.max_length = [{"role": r, "content": "word " * 20} for r in ("user", "assistant")] * 3 + DIALOGUE, 150
+    for replies in (["Since when?"], ["Long. " * 30], ["Since when?", "Long. " * 30]):
+        score_replies(model, tokenizer, [(dialogue, replies)])
+    assert seen[2] == seen[0] + seen[1] and len(seen[0]) <= 150
 
 
 def test_an_empty_reply_gets_the_fixed_reward(tokenizer, tiny):

@@ -152,6 +152,9 @@ def test_the_initial_responses_tree_gets_the_final_ones_advantage():
     rollout.initial = response([7, 8])
     trees, advantages = train_grpo.training_trees([rollout], torch.tensor([[2.0]]), args(train_initial=True))
     assert trees == [([1, 2, 3], [[4]]), ([9, 9], [[7, 8]])] and advantages == [2.0, 2.0]
+    rollout.initial.finished = False
+    trees, _ = train_grpo.training_trees([rollout], torch.tensor([[2.0]]), args(train_initial=True, truncated="drop"))
+    assert trees == [([1, 2, 3], [[4]])]
 
 
 def test_a_step_raises_the_probability_of_what_was_rewarded(tiny, tokenizer):

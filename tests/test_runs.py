@@ -55,20 +55,39 @@ def names(out):
 
 def test_a_checkpoint_restores_weights_moments_and_step(tmp_path, capsys):
     straight = train(started(tmp_path / "a"), 5)
-    train(started(tmp_path / "b"), 4)                               # its newest checkpoint is that of step 3
-    assert names(tmp_path / "b") == ["latest", "step-000002", "step-000003"]
-    assert os.readlink(tmp_path / "b/checkpoints/latest") == "step-000003"
+    train(started(tmp_path / "b"), 4)
+    assert names(tmp_path / "b") == ["latest", "step-000003", "step-000004"]
+    assert os.readlink(tmp_path / "b/checkpoints/latest") == "step-000004"
     run = started(tmp_path / "b", resume=True)
-    assert run.finished == 3 and "resuming" in capsys.readouterr().out and steps_logged(tmp_path / "b") == [1, 2, 3]
+    assert run.finished == 4 and "resuming" in capsys.readouterr().out and steps_logged(tmp_path / "b") == [1, 2, 3, 4]
     train(run, 5)
     assert torch.equal(weights(run), weights(straight)) and steps_logged(tmp_path / "b") == [1, 2, 3, 4, 5]
     assert run.rows == straight.rows
 
 
+def test_the_last_step_has_a_checkpoint_so_that_a_finished_run_asked_again_stays_as_it_is(tmp_path):
+    run = train(started(tmp_path, save_every=100), 3)
+    again = train(started(tmp_path, save_every=100, resume=True), 3)
+    assert names(tmp_path) == ["latest", "step-000003"] and steps_logged(tmp_path) == [1, 2, 3]
+    assert again.finished == 3 and torch.equal(weights(again), weights(run)) and again.rows == run.rows
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(tmp_path, monkeypatch):
+    train(started(tmp_path), 2)
+
+    def stale(folder):
+        raise OSError(116, "Stale file handle")
+    monkeypatch.setattr(runs, "checksums", stale)
+    with pytest.raises(OSError, match="Stale"):
+        started(tmp_path, resume=True)
+    monkeypatch.undo()
+    assert started(tmp_path, resume=True).finished == 2
+
+
 @pytest.mark.parametrize("damage", ["truncated", "one byte", "missing", "no state"])
 def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_taken_case28(tmp_path, capsys, damage):
     straight = train(started(tmp_path), 4)
-    newest = tmp_path / "checkpoints/step-000003"
+    newest = tmp_path / "checkpoints/step-000004"
     file = newest / ("state.json" if damage == "no state" else "__0_0.distcp")
     content = bytearray(file.read_bytes())
     if damage == "truncated":
@@ -79,25 +98,24 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_taken_case28(tmp
     else:
         file.unlink()
     run = started(tmp_path, resume=True)
-    assert run.finished == 2 and "step-000003 is not complete" in capsys.readouterr().out
+    assert run.finished == 3 and "step-000004 is not complete" in capsys.readouterr().out
     assert torch.equal(weights(train(run, 4)), weights(straight))
-    assert names(tmp_path) == ["latest", "step-000002", "step-000003"]          # written again, over the damaged one
-    assert started(tmp_path, resume=True).finished == 3
+    assert names(tmp_path) == ["latest", "step-000003", "step-000004"]          # written again, over the damaged one
+    assert started(tmp_path, resume=True).finished == 4
 
 
 def test_a_damaged_checkpoint_takes_no_place_among_those_kept(tmp_path):
     train(started(tmp_path), 4)
-    (tmp_path / "checkpoints/step-000003/.metadata").unlink()
+    (tmp_path / "checkpoints/step-000004/.metadata").unlink()
     run = started(tmp_path, resume=True, keep_last=1)
-    assert run.finished == 2
-    train(run, 3)                                       # no checkpoint of the last step: 2 is still the newest
-    assert names(tmp_path) == ["latest", "step-000002", "step-000003.damaged"] and run.newest().name == "step-000002"
+    assert run.finished == 3
+    assert names(tmp_path) == ["latest", "step-000003", "step-000004.damaged"] and run.newest().name == "step-000003"
     train(run, 5)
-    assert names(tmp_path) == ["latest", "step-000004"]
+    assert names(tmp_path) == ["latest", "step-000005"]
 
 
 def test_no_whole_checkpoint_means_the_start(tmp_path, capsys):
-    train(started(tmp_path), 2)
+    train(started(tmp_path), 1)
     (tmp_path / "checkpoints/step-000001/.metadata").unlink()
     run = started(tmp_path, resume=True)
     assert run.finished == 0 and "has no checkpoint yet" in capsys.readouterr().out and steps_logged(tmp_path) == []
@@ -111,7 +129,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_the_run_goes_on(tmp_path,
     def full_at_two(tensors, folder):
         real(tensors, folder)
         calls.append(folder)
-        if len(calls) == 2:
+        if len(calls) >= 2:
             raise OSError(28, "No space left on device")
     monkeypatch.setattr(runs, "save_state", full_at_two)
     train(run, 3)
@@ -126,8 +144,8 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
     started(tmp_path, resume=True)
-    assert names(tmp_path) == ["latest", "step-000001", "step-000002"] and not list(tmp_path.glob("*.tmp-*"))
-    assert steps_logged(tmp_path) == [1, 2]
+    assert names(tmp_path) == ["latest", "step-000002", "step-000003"] and not list(tmp_path.glob("*.tmp-*"))
+    assert steps_logged(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -9,7 +9,9 @@ from escrag_min.safety import crisis_signal
     "They'd be better off without me.", "I'd be easier if I just wasn't there in the morning", "I've been self-harming again",
     "he said he's going to kill me tonight", "I wish I was dead", "there's no point in going on",
     "I keep cutting myself", "I cut myself a lot lately", "I cut myself a few times", "He will kill me if I leave him",
-    "he's going to kill me when he finds out", "He’ll kill me if I tell anyone", "they're gonna kill me"])
+    "he's going to kill me when he finds out", "He’ll kill me if I tell anyone", "they're gonna kill me",
+    "i wanna die", "I'd be better off dead.", "I want to be dead", "I want to end it", "I have no reason to be alive",
+    "I just want it all to end", "I've been cutting again"])
 def test_crisis_signals(text):
     assert crisis_signal(text)
 
@@ -17,7 +19,8 @@ def test_crisis_signals(text):
 @pytest.mark.parametrize("text", [
     "This job is killing me.", "My mum will kill me if I fail.", "I was dying of embarrassment.", "I'm dead tired.",
     "I could die laughing", "I cut myself some slack", "I want to diet", "He died last year and I miss him.", "My back is killing me",
-    "I never wake up on time.", "I cut myself a slice of bread", "I’m cutting myself off from sugar"])
+    "I never wake up on time.", "I cut myself a slice of bread", "I’m cutting myself off from sugar",
+    "I want to end it with him.", "I've been cutting back on sugar", "I want it to be over, this exam"])
 def test_idioms_are_no_signal(text):
     assert crisis_signal(text) is None
 

@@ -1,5 +1,6 @@
 """Human evaluation: the page is blind and shows any text as text; tally unblinds, by hand; a real browser fills it in."""
 import json
+import re
 import time
 from html.parser import HTMLParser
 from math import nan
@@ -187,22 +188,28 @@ def test_a_single_annotator_has_no_agreement(drawn):
 def test_commands_go_from_two_files_to_a_table(files, drawn, tmp_path, capsys):
     a, b = map(str, files)
     page = tmp_path / "new/sheet.html"
-    evaluate.main(["sheet", a, b, "--out", str(page)])
-    assert f"sheet {drawn[0]}, 4 pairs (2 contexts left out)" in capsys.readouterr().out and page.stat().st_size > 10000
+    evaluate.main(["sheet", a, b, "--out", str(tmp_path / "other.html")])
+    secret = re.search(r"--seed (\d+) for tally", capsys.readouterr().out)[1]
+    assert int(secret) > 2**40
+    evaluate.main(["sheet", a, b, "--seed", "0", "--out", str(page)])
+    said = capsys.readouterr().out
+    assert f"sheet {drawn[0]}, 4 pairs (left out: " in said and "--seed 0 for tally" in said and page.stat().st_size > 10000
     with pytest.raises(ValueError, match="sheet.html exists"):
         evaluate.main(["sheet", a, b, "--out", str(page)])
     exports = [save(tmp_path / f"{k}.json", drawn[0], f" {k} ", v) for k, v in two_annotators(drawn[1]).items()]
-    evaluate.main(["tally", *exports, "--a", a, "--b", b, "--out", str(tmp_path / "tally.json")])
+    evaluate.main(["tally", *exports, "--a", a, "--b", b, "--seed", "0", "--out", str(tmp_path / "found/tally.json")])
     assert "Ana: 9, Bo: 17" in capsys.readouterr().out
-    assert json.loads((tmp_path / "tally.json").read_text())["stated"]["Client"]["wins"] == 1
+    assert json.loads((tmp_path / "found/tally.json").read_text())["stated"]["Client"]["wins"] == 1
     with pytest.raises(ValueError, match="--a and --b"):
         evaluate.main(["tally", *exports])
-    for wrong in (["--a", b, "--b", a], ["--a", a, "--b", b, "--seed", "1"]):
+    with pytest.raises(ValueError, match="--seed: give the number that sheet printed"):
+        evaluate.main(["tally", *exports, "--a", a, "--b", b])
+    for wrong in (["--a", b, "--b", a, "--seed", "0"], ["--a", a, "--b", b, "--seed", "1"]):
         with pytest.raises(ValueError, match=r"Ana.json: belongs to sheet '\w+'; these two files, in this order and with"):
             evaluate.main(["tally", *exports, *wrong])
     again = save(tmp_path / "again.json", drawn[0], "aNA", {})
     with pytest.raises(ValueError, match="again.json: annotator 'aNA' is in .*Ana.json already"):
-        evaluate.main(["tally", *exports, again, "--a", a, "--b", b])
+        evaluate.main(["tally", *exports, again, "--a", a, "--b", b, "--seed", "0"])
 
 
 @pytest.mark.parametrize("content, words", [
