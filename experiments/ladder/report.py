@@ -203,13 +203,14 @@ def hypothesis_table(results):
 def opinion_table(results):
     """qwen05 as judge on the first contexts of each row: what it could be read on, and whether it agrees with the gold reward."""
     rows = []
-    for name, judged in results["opinion"].items():
-        golds = {c["id"]: c["gold"] for c in results["rows"][name]["contexts"]}
-        read = [s for s in judged if s["average"] is not None]
-        numbers = [v for s in judged for v in s["scores"].values()]
-        rows.append([NAMES[name], number(mean(s["average"] for s in judged)), f"{len(read)} of {len(judged)}",
+    judged = {name: [{**s, "gold": c["gold"]} for s in found for c in results["rows"][name]["contexts"] if c["id"] == s["id"]]
+              for name, found in results["opinion"].items()}
+    for name, found in [*judged.items(), ("all rows together", sum(judged.values(), []))] if judged else []:
+        read = [s for s in found if s["average"] is not None]
+        numbers = [v for s in found for v in s["scores"].values()]
+        rows.append([NAMES.get(name, name), number(mean(s["average"] for s in found)), f"{len(read)} of {len(found)}",
                      f"{mean(v is not None for v in numbers):.0%}",
-                     number(correlation([s["average"] for s in read], [golds[s["id"]] for s in read]) if read else None)])
+                     number(correlation([s["average"] for s in read], [s["gold"] for s in read]) if read else None)])
     return markdown_table(["", "average (0-10)", "complete", "scores read", "correlation with gold"], rows)
 
 

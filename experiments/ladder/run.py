@@ -23,7 +23,7 @@ from escrag_min.data import SAMPLES, read_jsonl, read_records, split_by_dialogue
 
 SEED = 0
 PAIRS_A, PAIRS_B, PAIRS_VALID = 800, 800, 300
-SECOND_OPINION = 30     # contexts that the qwen05 judge sees
+SECOND_OPINION = 12     # contexts that the qwen05 judge sees
 ROWS = [                # name, policy, exemplars at inference: the ladder, then the sweep
     ("base", "base", 0), ("base-rag", "base", 3), ("sft", "sft", 0), ("grpo", "grpo", 0), ("grpo-rag", "grpo", 3),
     ("full", "rag-grpo", 3), ("full-n0", "rag-grpo", 0),
