@@ -97,12 +97,11 @@ def parse_scores(text, metrics, low=0, high=10):
 def parse_preference(text):
     """A judge's choice between two replies -> "first", "second", "tie" or None (unread)."""
     text = without_reasoning(text)
-    for found in reversed(_json_objects(text)):
-        choice = str(found.get("better", "")).strip().lower()
-        if choice in ("first", "second", "tie"):
-            return choice
-    lone = text.strip().strip(".\"'").lower()
-    return lone if lone in ("first", "second", "tie") else None
+    for said in [*(str(found.get("better", "")) for found in reversed(_json_objects(text))), text]:
+        choice = re.fullmatch(r"\W*(first|second|tie)(?: reply)?\W*", said.lower())
+        if choice:
+            return choice[1]
+    return None
 
 
 def _json_objects(text):

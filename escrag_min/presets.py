@@ -53,7 +53,10 @@ def parse_run(script, cls, description, argv=None):
     if args.preset:
         preset = PRESETS[script].get(args.preset)
         check(preset, f"--preset {args.preset}: {script}.py has {', '.join(PRESETS[script])}")
-        args = parse(cls, description, argv, defaults={name: value for name, (value, _) in preset.options.items()})
+        defaults = {name: value for name, (value, _) in preset.options.items()}
+        if args.epochs != cls().epochs:     # asked for, and the preset's steps would win over it
+            defaults.pop("steps", None)
+        args = parse(cls, description, argv, defaults=defaults)
         say(f"preset {args.preset}" + (f", for {preset.ranks} GPUs (paper C)" if preset.size else ""))
         for name, (value, source) in preset.options.items():
             given = getattr(args, name)

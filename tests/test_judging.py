@@ -55,7 +55,7 @@ def test_several_metrics_need_all_of_them_case55():
 @pytest.mark.parametrize("text, choice", [
     ('{"better": "first"}', "first"), ('Well. {"better": "Second"}', "second"), ("tie", "tie"), ('"First."', "first"),
     ('<think>{"better": "first"}</think>{"better": "tie"}', "tie"), ('{"better": "A"}', None), ("", None), (None, None),
-    ("the first one, or the second", None)])
+    ("the first one, or the second", None), ("**Second**", "second"), ('{"better": "First reply"}', "first")])
 def test_choices_case56(text, choice):
     assert parse_preference(text) == choice
 

@@ -12,7 +12,7 @@ import train_rm
 import train_sft
 from escrag_min import memory
 from escrag_min.packing import pack
-from escrag_min.presets import PRESETS
+from escrag_min.presets import PRESETS, parse_run
 from escrag_min.qwen2 import Qwen2
 from escrag_min.reward import RewardModel
 
@@ -114,6 +114,11 @@ def test_every_preset_runs_through_on_a_tiny_model(tiny, tiny_reward, tmp_path, 
     options = json.loads((tmp_path / "run/config.json").read_text())["options"]
     assert options["checkpoint_blocks"] and options["tokens_per_batch"] == 8192 and options["keep_best"] and options["steps"] == 2
     assert (tmp_path / "run/model").exists() and (tmp_path / "run/best").exists()
+
+
+def test_epochs_asked_for_win_over_a_presets_steps():
+    assert parse_run("train_sft", train_sft.Args, "", ["--preset", "tiny"]).steps == 4
+    assert parse_run("train_sft", train_sft.Args, "", ["--preset", "tiny", "--epochs", "7"]).steps is None
 
 
 def test_a_plan_of_a_folder_and_of_nothing(tiny, capsys):
