@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import ROOT, real_model, small_config, waves
 
+from escrag_min.kvcache import KVCache
 from escrag_min.packing import pack
 from escrag_min.qwen2 import Body, Qwen2, RMSNorm, grouped_attention, rotary_table, rotate
 from escrag_min.sampling import _prefill
@@ -48,8 +49,10 @@ def test_cached_decoding_equals_uncached(wave_model):
     cache, last = _prefill(wave_model, [TOKENS[0, :4].tolist()], 1, 7)
     parts = [last[None]] + [wave_model(TOKENS[:, i:i + 1], cache=cache) for i in range(4, 11)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole[:, 3:], atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="8 tokens does not fit its capacity of 7"):
-        wave_model(TOKENS[:, :1], cache=cache)
+    small = KVCache(wave_model.config, prompts=[1], copies=1, capacity=2)
+    with pytest.raises(ValueError, match="3 tokens does not fit its capacity of 2"):
+        for _ in range(3):
+            wave_model(TOKENS[:1, :1], cache=small)
 
 
 def test_rows_share_the_keys_of_their_prompt_and_leave(wave_model):
