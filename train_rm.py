@@ -27,6 +27,8 @@ from escrag_min.runs import Run, RunArgs
 from escrag_min.tiny import model_or_tiny
 from escrag_min.training import batch_indices, check_batch, check_positions, check_trees, learning_rate, make_optimizer, update
 
+PAIRS_SCORED = 256      # ours
+
 
 @dataclass
 class Args(RunArgs):
@@ -80,8 +82,9 @@ def evaluate(model, trees, args, device):
 
 
 def standardise(model, trees, args, device):
-    """Give the model mean and std of its scores on training replies (of 1000 pairs at most): its rewards are in those units."""
-    scores = torch.cat(all_scores(model, trees[:1000], args, device))
+    """Give the model mean and std of its scores on training replies: its rewards are in those units. Of PAIRS_SCORED pairs at
+    most, evenly spaced, which know a std to 3%."""
+    scores = torch.cat(all_scores(model, trees[::-(-len(trees) // PAIRS_SCORED)], args, device))
     model.mean, model.std = scores.mean().item(), scores.std().item()
 
 
