@@ -154,10 +154,12 @@ class Run:
         return True
 
     def save_best(self):
-        """best/. A full disk is said, and leaves the earlier one as it is."""
+        """best/. A full disk is said, and leaves the earlier one as it is; it ends a run of several ranks, which write together."""
         try:
             save_pretrained(self.model, self.out / "best", self.args.model)
         except OSError as error:
+            if size() > 1:
+                raise
             say(f"{self.out / 'best'} could not be written ({error})")
 
     def end(self):

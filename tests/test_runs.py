@@ -236,3 +236,12 @@ def test_a_checkpoint_is_exported_as_a_model_folder(tmp_path, tiny):
         export(tmp_path / "run/checkpoints/latest", tmp_path / "exported")
     with pytest.raises(ValueError, match="not a complete checkpoint"):
         export(tmp_path / "run", tmp_path / "other")
+
+
+def test_a_full_disk_while_best_is_written_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+    run = started(tmp_path, keep_best=True)
+    monkeypatch.setattr(runs, "save_pretrained", full)
+    run.save_best()
+    assert "best could not be written ([Errno 28] No space left on device)" in capsys.readouterr().out
