@@ -32,18 +32,22 @@ STRATEGIES = tuple(STAGE_OF_STRATEGY)
 STAGES = tuple(dict.fromkeys(STAGE_OF_STRATEGY.values()))       # each once, in the order of helping
 
 
-def read_jsonl(path):
-    """-> list of (object, "file:line"). A byte-order mark, CRLF and blank lines are fine."""
-    path = Path(path)
+def read_text(path):
+    """A file's text, without a byte-order mark. What stands in the way is named."""
     try:
-        text = path.read_text("utf-8-sig")
+        return path.read_text("utf-8-sig")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise ValueError(f"{path}: is a folder; a JSON-lines file is expected") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error})") from None
-    records = []
+
+
+def read_jsonl(path):
+    """-> list of (object, "file:line"). A byte-order mark, CRLF and blank lines are fine."""
+    path, records = Path(path), []
+    text = read_text(path)
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -186,10 +190,7 @@ def read_esconv(path):
     A turn without text is an error.
     """
     path = Path(path)
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from None
+    text = read_text(path)
     if text.lstrip().startswith("["):
         try:
             raw = [(d, f"{path}: dialogue {i}") for i, d in enumerate(json.loads(text))]

@@ -90,7 +90,7 @@ def judge(records, judge, journal, metrics, label=""):
     scored = {r["id"]: {"id": r["id"], "dialogue_id": r["dialogue_id"], "raw": {},
                         "scores": dict.fromkeys(m.key for m in metrics)} for r in records}
     for (r, p), answer in zip(asked, answers):
-        scored[r["id"]]["raw"][p] = answer.text if answer.text is not None else f"failed: {answer.error}"
+        scored[r["id"]]["raw"][p] = answer.raw()
         scored[r["id"]]["scores"].update(parse_scores(answer.text, [m.key for m in views[p]]) or {})
     for s in scored.values():
         s["average"] = average(s["scores"], metrics)
@@ -173,21 +173,19 @@ def compare(a, b, judge, journal):
     if isinstance(judge, RewardJudge):
         first, second = (judge.scores([side[k] for k in shared]) for side in (a, b))
         better = ["first" if x > y else "second" if y > x else "tie" for x, y in zip(first, second)]
-        verdicts = [(v, SWAPPED[v]) for v in better]
+        verdicts, raw = [(v, SWAPPED[v]) for v in better], [{}] * len(shared)
     else:
         requests = [Request(f"{k}/{order}", compare_prompt(a[k]["prompt"], *(pair if order == "ab" else pair[::-1])), 0.0, 60)
                     for k in shared for pair in [(a[k]["reply"], b[k]["reply"])] for order in ("ab", "ba")]
-        said = [answer.text if answer.text is not None else f"failed: {answer.error}"
-                for answer in ask(judge, requests, journal, "compare")]
-        read = [parse_preference(text) for text in said]
+        answers = ask(judge, requests, journal, "compare")
+        raw = [{"raw": [forward.raw(), backward.raw()]} for forward, backward in zip(answers[::2], answers[1::2])]
+        read = [parse_preference(answer.text) for answer in answers]
         verdicts = list(zip(read[::2], read[1::2]))
     lengths = [(len(a[k]["reply"].split()), len(b[k]["reply"].split())) for k in shared]
     summary = pairwise_summary(verdicts, lengths)
     summary["pairs"] = len(shared)
     summary["left_out"] = left_out(a, b)
-    rows = [{"id": k, "forward": f, "backward": w} for k, (f, w) in zip(shared, verdicts)]
-    if not isinstance(judge, RewardJudge):
-        rows = [{**row, "raw": said[2 * i:2 * i + 2]} for i, row in enumerate(rows)]
+    rows = [{"id": k, "forward": f, "backward": w, **kept} for k, (f, w), kept in zip(shared, verdicts, raw)]
     return rows, summary
 
 

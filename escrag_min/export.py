@@ -13,6 +13,7 @@ from escrag_min.checkpoint import read_config, read_json, resolve
 from escrag_min.parallel import load_state
 from escrag_min.qwen2 import Qwen2
 from escrag_min.reward import RewardModel
+from escrag_min.runs import latest_options
 
 
 def export(folder, out, model=None):
@@ -26,7 +27,7 @@ def export(folder, out, model=None):
     run = folder.parent.parent
     made = run / "tiny"         # of a run without --model
     config = read_json(run / "config.json")
-    options = {**config["options"], **{k: v for change in config.get("resumed", []) for k, v in change["options"].items()}}
+    options = latest_options(config)
     source = resolve(model or options["model"] or made)
     reward = config["script"] == "train_rm"
     with torch.device("meta"):

@@ -39,6 +39,10 @@ class Answer:
     permanent: bool = False     # the same call would fail again
     cut: bool = False           # the text ends at max_tokens, not where its writer would have ended it
 
+    def raw(self):
+        """What to keep of it in a file for people."""
+        return self.text if self.text is not None else f"failed: {self.error}"
+
 
 def ask(writer, requests, journal=None, progress=None):
     """-> list of Answers in the order of requests. What the journal holds is not asked again.

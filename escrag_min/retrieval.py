@@ -100,9 +100,9 @@ def fitted(encoder, exemplars):
 
 
 def fingerprints(exemplars, encoder):
-    """-> {"corpus", "encoder"}: SHA-256 of everything an index keeps of its exemplars, and of its (fitted) encoder's JSON."""
+    """-> {"corpus", "encoder"}: SHA-256 of an index's exemplars (kept), and of its (fitted) encoder's JSON."""
     return {name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-            for name, value in (("corpus", kept(exemplars)), ("encoder", encoder.to_json()))}
+            for name, value in (("corpus", exemplars), ("encoder", encoder.to_json()))}
 
 
 def open_index(path, encoder="tfidf", cache=None):

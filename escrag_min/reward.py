@@ -80,11 +80,11 @@ def reward_tree(tokenizer, dialogue, replies, limit):
 
 def scored_tree(model, tokenizer, dialogue, replies):
     """reward_tree of the length that the model was trained on, the same whoever asks: GRPO, a judge, the reader."""
+    positions = model.config.max_position_embeddings
     try:
-        limit = min(model.max_length or MAX_LENGTH, model.config.max_position_embeddings)
-        return reward_tree(tokenizer, dialogue, replies, limit)
+        return reward_tree(tokenizer, dialogue, replies, min(model.max_length or MAX_LENGTH, positions))
     except ValueError:      # the last turn and a reply alone are longer: these two, whatever their length
-        return reward_tree(tokenizer, last_turn(dialogue), replies, model.config.max_position_embeddings)[0], len(dialogue) - 1
+        return reward_tree(tokenizer, last_turn(dialogue), replies, positions)[0], len(dialogue) - 1
 
 
 @torch.no_grad()

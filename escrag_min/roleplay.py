@@ -149,7 +149,7 @@ def score(dialogues, candidates, writer, journal, args):
     answers = ask(writer, requests, journal, "score")
     parsed = {}
     for (_, c, p), answer in zip(asked, answers):
-        c["raw"][p] = answer.text if answer.text is not None else f"failed: {answer.error}"
+        c["raw"][p] = answer.raw()
         parsed.setdefault(id(c), []).append(parse_scores(answer.text, [m.key for m in by_view[p]]))
     for group in candidates:
         for c in group:

@@ -63,12 +63,11 @@ def two_pass_rollout(model, tokenizer, states, index=None, group_size=8, retriev
         raise ValueError(f'two_pass_rollout: initial={initial!r}; allowed: "group", "rollout"')
     if retrieve < 0 or retrieve and index is None:
         raise ValueError(f"two_pass_rollout: retrieve={retrieve} needs an exemplar index and must be >= 0")
-    copies = 1
+    copies = group_size if retrieve and initial == "rollout" else 1
     if retrieve == 0:
         rollouts = [Rollout(state, i, None, [], [], ids, [], dropped)
                     for i, (state, (ids, dropped)) in enumerate(zip(states, initial_prompts(tokenizer, states, prompt_limit)))]
     else:
-        copies = 1 if initial == "group" else group_size
         rollouts = first_pass(model, tokenizer, states, index, retrieve, copies, max_new_tokens, temperature, prompt_limit,
                               generator, progress)
     if isinstance(generator, list):

@@ -264,7 +264,7 @@ def open_run(script, args):
     if args.resume and config.exists():
         earlier = read_json(config)
         check(earlier.get("script") == script, f"--resume: {out} is a run of {earlier.get('script')}, not of {script}")
-        before = {**earlier["options"], **{k: v for change in earlier.get("resumed", []) for k, v in change["options"].items()}}
+        before = latest_options(earlier)
         changed = {k: v for k, v in options.items() if v != before.get(k) and k not in ("resume", "out")}
         for name, value in changed.items():
             print(f"--{name.replace('_', '-')} was {before.get(name)}, is {value}")
@@ -278,6 +278,11 @@ def open_run(script, args):
     return out
 
 
+def latest_options(config):
+    """A run's config.json -> its options, as the last --resume left them."""
+    return {**config["options"], **{k: v for change in config.get("resumed", []) for k, v in change["options"].items()}}
+
+
 def resumable_folder(out, script, args, may_change=()):
     """A new folder with config.json, or an earlier one of the same script and options to go on with -> Path.
 
@@ -285,14 +290,14 @@ def resumable_folder(out, script, args, may_change=()):
     """
     out = default_out(out, script)
     options = {k: v for k, v in asdict(args).items() if k not in ("out", *may_change)}
-    unused = not out.exists() or out.is_dir() and not {p.name for p in out.iterdir()} - {"config.json"}
-    if not unused and (out / "config.json").exists():
+    used = out.exists() and (not out.is_dir() or {p.name for p in out.iterdir()} - {"config.json"})
+    if used and (out / "config.json").exists():
         earlier = read_json(out / "config.json")
         changed = [f"--{k}".replace("_", "-") for k in options if options[k] != earlier.get("options", {}).get(k)]
         if earlier.get("script") != script or changed:
             raise ValueError(f"--out {out} was made by {earlier.get('script')} with other options ({', '.join(changed)}); choose "
                              "another folder")
-    elif not unused:
+    elif used:
         raise ValueError(f"--out {out} is not an empty folder; choose another")
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", {"script": script, "options": options})
