@@ -38,12 +38,13 @@ def options(doc, workloads=()):
     return parser
 
 
-def compare(args, name, contenders, unit, work, limit=None, checked=""):
+def compare(args, name, contenders, unit, work, limit=None, checked="", elsewhere=()):
     """Run {name: function -> amount of work done, or None} in turns and print a JSON line.
 
     unit      what is counted, "tok" or "pair"; work: how many a run does where the function does not say
     limit     (what, amount a second) that the machine could do at best
     checked   how it was seen that the contenders compute the same
+    elsewhere {contender in a process of its own: its version}; its memory is not measured
     """
     chosen = {n: f for n, f in contenders.items() if not args.only or n in args.only.split(",")}
     rates, seconds, peaks = ({n: [] for n in chosen} for _ in range(3))
@@ -59,8 +60,9 @@ def compare(args, name, contenders, unit, work, limit=None, checked=""):
         "rate": {n: round(statistics.median(r), 3) for n, r in rates.items()},
         "seconds": {n: round(statistics.median(s), 3) for n, s in seconds.items()},
         "spread": {n: round((max(s) - min(s)) / statistics.median(s), 3) for n, s in seconds.items()},
-        "peak_gb": {n: round(statistics.median(p) / GB, 2) for n, p in peaks.items()},
-        "limit": limit and {"what": limit[0], "rate": round(limit[1], 1)}, "checked": checked, **machine()}
+        "peak_gb": {n: round(statistics.median(p) / GB, 2) for n, p in peaks.items() if n not in elsewhere},
+        "limit": limit and {"what": limit[0], "rate": round(limit[1], 1)}, "checked": checked,
+        **machine(), **dict(elsewhere)}
     print(json.dumps(result), flush=True)
     return result
 

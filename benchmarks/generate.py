@@ -1,16 +1,17 @@
-"""Sampling against transformers' generate, float32.
+"""Sampling against transformers' generate, and with --vllm PYTHON (a Python that has it) against vLLM; float32.
 
     G8    8 samples of one prompt of 256 tokens, 128 new tokens, no stop
     G64   8 prompts of 64-512 tokens, 8 samples each, 128 new tokens
     R16   16 prompts of 64-512 tokens, one sample each, 128 new tokens
     Stop  G64 with stop tokens that are drawn every 40th time: what is finished must cost nothing
 
-Checked: 16 greedy tokens of every prompt are those of generate.
+Checked: 16 greedy tokens of every prompt are those of the peers.
 """
 import random
 
 import torch
 from common import bandwidth, compare, ids_of, options, peer
+from vllm_peer import Worker
 
 from escrag_min.chat import Tokenizer
 from escrag_min.qwen2 import Qwen2
@@ -27,7 +28,9 @@ def prompt_lengths(workload, scale):
 
 
 def main():
-    args = options(__doc__, ("G8", "G64", "R16", "Stop")).parse_args()
+    parser = options(__doc__, ("G8", "G64", "R16", "Stop"))
+    parser.add_argument("--vllm", metavar="PYTHON", help="a Python that has vLLM, as another peer (not of Stop)")
+    args = parser.parse_args()
     lengths, copies = prompt_lengths(args.workload, args.scale)
     tokenizer, model = Tokenizer.from_pretrained(args.model), Qwen2.from_pretrained(args.model)
     prompts = ids_of(tokenizer, lengths)
@@ -41,6 +44,7 @@ def main():
         return sum(len(c.tokens) for group in drawn for c in group)
 
     contenders, checked = {"ours": ours}, "not checked: no peer"
+    greedy = [group[0].tokens for group in sample(model, prompts, 1, 16, temperature=0)]
     if peer(args, "transformers"):
         from transformers import AutoModelForCausalLM
         theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -60,12 +64,21 @@ def main():
             first = torch.where(ended.any(1), ended.int().argmax(1) + 1, out.shape[1])
             return int(first.sum())
         expected = generate(16, do_sample=False, min_new_tokens=16, eos_token_id=None).tolist()
-        greedy = [group[0].tokens for group in sample(model, prompts, 1, 16, temperature=0)]
-        assert greedy == expected, "greedy tokens differ"
+        assert greedy == expected, "greedy tokens differ from transformers'"
         contenders["transformers"], checked = transformers, "greedy tokens equal"
+    versions = {}
+    if args.vllm and not stops:
+        worker = Worker(args.vllm, args.model)
+        versions["vllm"] = worker.version
+
+        def vllm():
+            drawn = worker.ask(prompts=prompts, copies=copies, new=NEW, temperature=1.0, seed=next(seeds))
+            return sum(map(len, drawn))
+        assert greedy == worker.ask(prompts=prompts, copies=1, new=16, temperature=0.0, seed=0), "greedy tokens differ from vLLM's"
+        contenders["vllm"], checked = vllm, "greedy tokens equal"
     size = sum(p.nbytes for p in model.parameters())
     limit = ("all rows, weights read once a step at the measured bandwidth", bandwidth() / size * len(prompts) * copies)
-    compare(args, args.workload, contenders, "tok", None, limit, checked)
+    compare(args, args.workload, contenders, "tok", None, limit, checked, versions)
 
 
 if __name__ == "__main__":

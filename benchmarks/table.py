@@ -57,18 +57,15 @@ def kept(growth=False):
 
 
 def table(results):
-    """Markdown: a row a workload, ours beside the fastest peer."""
+    """Markdown: a row a workload and peer, the fastest first."""
     lines = ["| workload | model | ours | peer | ratio | memory, ours / peer | of the limit | runs |",
              "|---|---|---|---|---|---|---|---|"]
     for r in results:
-        peers = {n: rate for n, rate in r["rate"].items() if n != "ours"}
-        ours, unit, peak = r["rate"]["ours"], r["unit"], f"{r['peak_gb']['ours']:.1f}"
-        against = f"- | - | {peak} / - GB"
-        if peers:
-            best = max(peers, key=peers.get)
-            against = f"{best} {peers[best]:.3g} | **{ours / peers[best]:.2f}** | {peak} / {r['peak_gb'][best]:.1f} GB"
-        lines.append(f"| {r['name']}: {WHAT[r['name']]} | {r['model']} | {ours:.3g} {unit} | {against} | "
-                     f"{ours / r['limit']['rate']:.0%} | {r['runs']} |")
+        ours, unit, peak = r["rate"]["ours"], r["unit"], r["peak_gb"]
+        for rate, peer in sorted(((rate, n) for n, rate in r["rate"].items() if n != "ours"), reverse=True):
+            memory = f"{peak['ours']:.1f} / {peak[peer]:.1f} GB" if peer in peak else f"{peak['ours']:.1f} / - GB"
+            lines.append(f"| {r['name']}: {WHAT[r['name']]} | {r['model']} | {ours:.3g} {unit} | {peer} {rate:.3g} | "
+                         f"**{ours / rate:.2f}** | {memory} | {ours / r['limit']['rate']:.0%} | {r['runs']} |")
     return "\n".join(lines)
 
 
@@ -87,6 +84,7 @@ def main():
     parser.add_argument("--model", help="Qwen-2.5 folder")
     parser.add_argument("--runs", type=int, default=5, help="runs of each contender, whose median counts [5]")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which, separated by commas [all]")
+    parser.add_argument("--vllm", metavar="PYTHON", help="a Python that has vLLM: another peer of G8, G64 and R16")
     parser.add_argument("--growth", action="store_true", help="measure ours alone, at 1, 2 and 4 times the size")
     parser.add_argument("--print", action="store_true", help="only print the tables of what is kept")
     args = parser.parse_args()
@@ -98,7 +96,8 @@ def main():
             if args.growth:
                 print(growth_table([keep(run_growth(name, args.model, args.runs), "-growth")]), flush=True)
             else:
-                print(table([keep(run(name, args.model, args.runs))]).splitlines()[-1], flush=True)
+                more = ("--vllm", args.vllm) if args.vllm and name in ("G8", "G64", "R16") else ()
+                print("\n".join(table([keep(run(name, args.model, args.runs, *more))]).splitlines()[2:]), flush=True)
     print(table(kept()))
     if growth := kept(growth=True):
         print("\n" + growth_table(growth))

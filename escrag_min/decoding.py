@@ -8,11 +8,8 @@ the weights.
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 
 from escrag_min.qwen2 import MLP, Attention, Qwen2
-
-MANY_ROWS = 1024        # above, as in a prefill, the plain product is as fast or faster
 
 
 def pack_weights(model):
@@ -60,9 +57,6 @@ def packed(*layers):
     weight = torch.ops.mkldnn._reorder_linear_weight(weight, 8)      # 8 rows: a hint
 
     def product(x):
-        if x.shape[:-1].numel() > MANY_ROWS:
-            plain = tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
-            return plain if len(layers) > 1 else plain[0]
         y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return y if len(layers) == 1 else y.split(sizes, dim=-1)
     return product

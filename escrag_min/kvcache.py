@@ -5,45 +5,52 @@ import torch
 
 
 class KVCache:
-    """Keys and values of R rows of sampling. Each row goes on from one of P prompts, whose keys its rows share, by tokens of its
-    own, of which all rows have equally many: no padding, except that shorter prompts stand beside longer ones.
+    """Keys and values of R rows of sampling. Each row goes on from one of P prompts by tokens of its own, of which all rows have
+    equally many: no padding, except that shorter prompts stand right-aligned beside longer ones.
+
+    Where prompts have several rows, a prompt's keys exist once, in a trunk. A prompt with one row is the beginning of that row.
 
     prompts         lengths of the P prompts, each continued by `copies` rows: R = P·copies
-    capacity        own tokens a row may come to
-    keys, values    per layer [R,K,capacity,D], columns < used in use; trunk_keys, trunk_values per layer [P,K,L,D]
+    capacity        new tokens a row may come to
+    keys, values    per layer [R,K,capacity,D], columns < used in use; trunk_keys, trunk_values per layer [P,K,L,D], L the
+                    longest prompt. With copies = 1: [R,K,L+capacity,D] and [P,K,0,D]
     """
 
     def __init__(self, config, prompts, copies, capacity, dtype=torch.float32, device="cpu"):
         def store(*shape):
             # zeros, not empty: a hidden column has weight 0, and 0 times what memory happens to hold may be NaN
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        heads, d, rows = config.num_key_value_heads, config.head_dim, len(prompts) * copies
-        self.keys, self.values = store(rows, heads, capacity, d), store(rows, heads, capacity, d)
-        self.capacity, self.rows, self.used = capacity, rows, 0
+        heads, d, rows, longest = config.num_key_value_heads, config.head_dim, len(prompts) * copies, max(prompts)
+        self.shared, self.longest, self.capacity, self.rows = copies > 1, longest, capacity, rows
+        self.start = self.used = 0 if self.shared else longest
+        self.keys, self.values = (store(rows, heads, self.start + capacity, d) for _ in range(2))
+        self.trunk_keys, self.trunk_values = (store(len(prompts), heads, longest - self.start, d) for _ in range(2))
         self.prompts = torch.tensor(prompts, dtype=torch.long, device=device)                           # [P]
-        self.trunk_keys, self.trunk_values = (store(len(prompts), heads, max(prompts), d) for _ in range(2))
         self.prompt = torch.arange(len(prompts), device=device).repeat_interleave(copies)               # [R] whose row it is
         self._lay_out()
 
     def step(self):
         """Make room for one new token in every row -> its position [R,1]."""
-        if self.used == self.capacity:
-            raise ValueError(f"KVCache: a row of {self.used + 1} tokens does not fit its capacity of {self.capacity}")
+        new = self.used - self.start
+        if new == self.capacity:
+            raise ValueError(f"KVCache: a row of {new + 1} tokens does not fit its capacity of {self.capacity}")
         self.used += 1
-        return (self.prompts[self.prompt] + self.used - 1)[:, None]
+        return (self.prompts[self.prompt] + new)[:, None]
 
     def update(self, layer, k, v):
-        """k, v [R,K,1,D] of the new tokens -> keys and values of all own tokens so far, [R,K,used,D]."""
-        keys, values = self.keys[layer][:self.rows], self.values[layer][:self.rows]
-        keys[:, :, self.used - 1:self.used] = k
-        values[:, :, self.used - 1:self.used] = v
-        return keys[:, :, :self.used], values[:, :, :self.used]
+        """k, v [R,K,1,D] of the new tokens -> keys and values of all the rows' tokens so far, [R,K,used,D]."""
+        keys, values = self.keys[layer][:self.rows, :, :self.used], self.values[layer][:self.rows, :, :self.used]
+        keys[:, :, -1:] = k
+        values[:, :, -1:] = v
+        return keys, values
 
     def fill(self, layer, k, v, spans, first):
         """Prefill: tokens start..end of a packed k, v [1,K,T,D] are the prompts first, first + 1, ..."""
+        keys, values = (self.trunk_keys, self.trunk_values) if self.shared else (self.keys, self.values)
         for i, (start, end) in enumerate(spans, start=first):
-            self.trunk_keys[layer][i, :, :end - start] = k[0, :, start:end]
-            self.trunk_values[layer][i, :, :end - start] = v[0, :, start:end]
+            columns = slice(self.longest - (end - start), self.longest)
+            keys[layer][i, :, columns] = k[0, :, start:end]
+            values[layer][i, :, columns] = v[0, :, start:end]
 
     def keep(self, alive):
         """Drop the rows whose alive bool[R] is False, and prompts without rows. A row from the end moves into each hole: one row's
@@ -69,20 +76,27 @@ class KVCache:
         return order
 
     def _lay_out(self):
-        """Stand the rows in a grid [P,G] by prompt, G the most of any: grid holds rows (0 where there is none), place [R] each
-        row's slot. None where the rows stand so already. hidden bool[P,1,1,L]: columns beyond a prompt's end."""
-        counts = torch.bincount(self.prompt, minlength=len(self.prompts))
-        g, order = int(counts.max()), self.prompt.argsort(stable=True)
-        slot = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[self.prompt[order]]
-        self.place = torch.empty_like(order)
-        self.place[order] = self.prompt[order] * g + slot
-        self.grid = torch.zeros(len(self.prompts) * g, dtype=torch.long, device=order.device)
-        self.grid[self.place] = torch.arange(len(order), device=order.device)
-        if torch.equal(self.place, torch.arange(len(self.prompts) * g, device=order.device)):
-            self.grid = self.place = None
-        columns = torch.arange(self.trunk_keys[0].shape[2], device=order.device)
-        self.hidden = (columns >= self.prompts[:, None])[:, None, None]
-        self.hidden = self.hidden if self.hidden.any() else None
+        """hidden: what is added to scores, -inf before a shorter prompt's first column; [P·K,1,L], or without a trunk
+        [R·K,1,L+capacity] in the rows' order.
+
+        Rows that share stand in a grid [P,G] by prompt, G the most of any: grid holds rows (0 where there is none), place [R]
+        each row's slot. None where the rows stand so already.
+        """
+        heads, device = self.keys[0].shape[1], self.prompts.device
+        self.grid = self.place = None
+        if self.shared:
+            counts = torch.bincount(self.prompt, minlength=len(self.prompts))
+            g, order = int(counts.max()), self.prompt.argsort(stable=True)
+            slot = torch.arange(len(order), device=device) - (counts.cumsum(0) - counts)[self.prompt[order]]
+            place = torch.empty_like(order)
+            place[order] = self.prompt[order] * g + slot
+            if not torch.equal(place, torch.arange(len(self.prompts) * g, device=device)):
+                self.place, self.grid = place, place.new_zeros(len(self.prompts) * g)
+                self.grid[place] = torch.arange(len(order), device=device)
+        lengths = self.prompts if self.shared else self.prompts[self.prompt]
+        columns = torch.arange(self.longest if self.shared else self.longest + self.capacity, device=device)
+        before = columns < self.longest - lengths[:, None]
+        self.hidden = self.keys[0].new_zeros(before.shape).masked_fill(before, -torch.inf).repeat_interleave(heads, 0)[:, None]
 
 
 def shared_attention(q, k, v, cache, layer):
@@ -92,22 +106,26 @@ def shared_attention(q, k, v, cache, layer):
 
     q [R,Q,1,D], k and v [R,K,S,D] the row's own -> [R,Q,1,D]. g = Q/K queries a key head, G rows a prompt in the cache's grid.
     """
-    trunk_k, trunk_v = cache.trunk_keys[layer], cache.trunk_values[layer]                           # [P,K,L,D]
-    (rows, heads, _, d), (prompts, kv_heads, length, _) = q.shape, trunk_k.shape
-    group = heads // kv_heads
+    (rows, heads, _, d), (kv_heads, own) = q.shape, k.shape[1:3]
+    prompts, group = len(cache.prompts), heads // kv_heads
 
-    def to_prompts(x):      # [R,K,g,*] -> [P,K,G·g,*]
+    def to_prompts(x):      # [R·K,g,*] -> [P·K,G·g,*]
+        x = x.view(rows, kv_heads, group, -1)
         x = x if cache.grid is None else x[cache.grid]
-        return x.view(prompts, -1, kv_heads, group, x.shape[-1]).transpose(1, 2).reshape(prompts, kv_heads, -1, x.shape[-1])
+        return x.view(prompts, -1, kv_heads, group, x.shape[-1]).transpose(1, 2).reshape(prompts * kv_heads, -1, x.shape[-1])
 
     def to_rows(x):         # and back
         x = x.view(prompts, kv_heads, -1, group, x.shape[-1]).transpose(1, 2).reshape(-1, kv_heads, group, x.shape[-1])
-        return x if cache.place is None else x[cache.place]
-    q = q.view(rows, kv_heads, group, d) * d**-0.5
-    shared = to_prompts(q) @ trunk_k.mT                                                             # [P,K,G·g,L]
-    if cache.hidden is not None:
-        shared.masked_fill_(cache.hidden, -torch.inf)
-    scores = torch.cat([to_rows(shared), q @ k.mT], dim=-1)                                         # [R,K,g,L+S]
+        x = x if cache.place is None else x[cache.place]
+        return x.reshape(rows * kv_heads, group, -1)
+    q, k, v = q.view(-1, group, d) * d**-0.5, k.flatten(0, 1), v.flatten(0, 1)                      # [R·K,g,D], [R·K,S,D]
+    if not cache.shared:
+        scores = torch.baddbmm(cache.hidden[..., :own], q, k.mT)                                    # [R·K,g,S]
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+        return torch.bmm(weights, v).view(rows, heads, 1, d)
+    trunk_k, trunk_v = cache.trunk_keys[layer].flatten(0, 1), cache.trunk_values[layer].flatten(0, 1)       # [P·K,L,D]
+    shared = torch.baddbmm(cache.hidden, to_prompts(q), trunk_k.mT)                                 # [P·K,G·g,L]
+    scores = torch.cat([to_rows(shared), torch.bmm(q, k.mT)], dim=-1)                               # [R·K,g,L+S]
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
-    out = to_rows(to_prompts(weights[..., :length]) @ trunk_v) + weights[..., length:] @ v          # [R,K,g,D]
-    return out.reshape(rows, heads, 1, d)
+    of_prompt = to_rows(torch.bmm(to_prompts(weights[..., :-own]), trunk_v))                        # [R·K,g,D]
+    return torch.baddbmm(of_prompt, weights[..., -own:], v).view(rows, heads, 1, d)

@@ -22,6 +22,7 @@ from escrag_min.kvcache import KVCache
 from escrag_min.packing import pack, split_into_packs
 
 PREFILL_TOKENS = 8192       # tokens a prefill pack may hold
+CPU_PREFILL_TOKENS = 1024   # on a CPU, where larger packs are slower
 DRAW_BLOCK = 128            # entries whose mass is summed first
 MAX_CACHE_TOKENS = 65536    # prompts · (longest prompt + samples · new tokens) held at once
 
@@ -134,7 +135,8 @@ def _prefill(model, prompts, copies, capacity):
     weight = model.model.norm.weight
     cache = KVCache(model.config, list(map(len, prompts)), copies, capacity, weight.dtype, weight.device)
     hidden, first = [], 0
-    for trees in split_into_packs([(p, []) for p in prompts], max(PREFILL_TOKENS, max(map(len, prompts)))):
+    budget = CPU_PREFILL_TOKENS if weight.device.type == "cpu" else PREFILL_TOKENS
+    for trees in split_into_packs([(p, []) for p in prompts], max(budget, *map(len, prompts))):
         packed = pack(trees).to(weight.device)
         ends = torch.tensor([len(p) for p, _ in trees]).cumsum(0)
         spans = [(end - len(p), end) for (p, _), end in zip(trees, ends.tolist())]

@@ -74,6 +74,18 @@ def test_rows_share_the_keys_of_their_prompt_and_leave(wave_model):
     assert len(cache.prompts) == 2 and cache.rows == 0          # the second prompt's keys left with its last row
 
 
+def test_a_prompt_with_one_row_is_its_beginning(wave_model):
+    """Four prompts of 4, 1, 6 and 2 tokens, one row each; the first leaves, and the last moves into its place."""
+    rows = [[3, 17, 42, 9], [5], [8, 8, 8, 1, 2, 7], [6, 4]]
+    cache, _ = _prefill(wave_model, rows, 1, 3)
+    assert cache.trunk_keys[0].shape[2] == 0 and cache.keys[0].shape == (4, 2, 6 + 3, 6)
+    for alive in ([True] * 4, [False, True, True, True], [True, False, True]):
+        rows = [rows[i] + [40 + i] for i in cache.keep(torch.tensor(alive)).tolist()]
+        hidden = wave_model(torch.tensor([r[-1:] for r in rows]), cache=cache)[:, 0]
+        torch.testing.assert_close(hidden, torch.stack([wave_model(torch.tensor([r]))[0, -1] for r in rows]), atol=1e-5, rtol=0)
+    assert cache.prompts[cache.prompt].tolist() == [2, 6]
+
+
 def test_rotary_positions_survive_in_bf16_models_case33():
     positions = torch.tensor([256, 257, 259, 511])
     cos, sin = rotary_table(positions, 8, 1e6)
