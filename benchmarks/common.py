@@ -76,7 +76,7 @@ def measured(function):
     def watch():
         while not over.wait(0.05):
             peak[0] = max(peak[0], resident())
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     began = time.perf_counter()
     done = function()

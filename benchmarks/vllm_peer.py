@@ -1,6 +1,6 @@
 """vLLM as a peer of sampling, in a Python of its own (it wants versions of its own): ask it on stdin, it answers on stdout.
 
-    {"prompts": [[ids]], "copies": 8, "new": 128, "temperature": 1.0, "seed": 0}  ->  [[ids] a sample, prompt by prompt]
+    {"prompts": [[ids]], "copies": 8, "new": 128, "temperature": 1.0}  ->  [[ids] a sample, prompt by prompt]
 
 float32, at its defaults otherwise, after its own compilation and warm-up. Its prefix cache, by which the samples of a prompt
 share it, is emptied between questions. This file is both sides: Worker is what a benchmark starts.
@@ -39,7 +39,7 @@ def serve(model):
     for line in sys.stdin:
         question = json.loads(line)
         how = vllm.SamplingParams(n=question["copies"], temperature=question["temperature"], max_tokens=question["new"],
-                                  min_tokens=question["new"], ignore_eos=True, seed=question["seed"])
+                                  min_tokens=question["new"], ignore_eos=True)
         engine.reset_prefix_cache()
         results = engine.generate([{"prompt_token_ids": ids} for ids in question["prompts"]], how, use_tqdm=False)
         print("answer", json.dumps([list(c.token_ids) for r in results for c in r.outputs]), flush=True)
