@@ -62,10 +62,11 @@ def table(results):
              "|---|---|---|---|---|---|---|---|"]
     for r in results:
         ours, unit, peak = r["rate"]["ours"], r["unit"], r["peak_gb"]
-        for rate, peer in sorted(((rate, n) for n, rate in r["rate"].items() if n != "ours"), reverse=True):
-            memory = f"{peak['ours']:.1f} / {peak[peer]:.1f} GB" if peer in peak else f"{peak['ours']:.1f} / - GB"
-            lines.append(f"| {r['name']}: {WHAT[r['name']]} | {r['model']} | {ours:.3g} {unit} | {peer} {rate:.3g} | "
-                         f"**{ours / rate:.2f}** | {memory} | {ours / r['limit']['rate']:.0%} | {r['runs']} |")
+        for rate, peer in sorted(((rate, n) for n, rate in r["rate"].items() if n != "ours"), reverse=True) or [(None, None)]:
+            against = f"{peer} {rate:.3g} | **{ours / rate:.2f}**" if peer else "- | -"
+            memory = f"{peak['ours']:.1f} / {f'{peak[peer]:.1f}' if peer in peak else '-'} GB"
+            lines.append(f"| {r['name']}: {WHAT[r['name']]} | {r['model']} | {ours:.3g} {unit} | {against} | {memory} | "
+                         f"{ours / r['limit']['rate']:.0%} | {r['runs']} |")
     return "\n".join(lines)
 
 

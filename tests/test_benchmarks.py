@@ -20,6 +20,16 @@ def test_our_side_of_a_workload_runs_on_a_tiny_model(tiny, name):
     assert line["rate"]["ours"] > 0 and line["limit"]["rate"] > 0 and line["checked"] == "not checked: no peer"
 
 
+def test_the_table_has_a_row_for_each_peer():
+    result = {"name": "G8", "model": "m", "unit": "tok/s", "runs": 1, "rate": {"ours": 20.0}, "peak_gb": {"ours": 1.0, "slow": 2.0},
+              "limit": {"rate": 40.0}}
+    assert table([result]).splitlines()[2].endswith("| m | 20 tok/s | - | - | 1.0 / - GB | 50% | 1 |")
+    result["rate"] |= {"slow": 10.0, "fast": 25.0}          # fast: in a process of its own, whose memory is not measured
+    fast, slow = table([result]).splitlines()[2:]
+    assert fast.endswith("| 20 tok/s | fast 25 | **0.80** | 1.0 / - GB | 50% | 1 |")
+    assert slow.endswith("| 20 tok/s | slow 10 | **2.00** | 1.0 / 2.0 GB | 50% | 1 |")
+
+
 def test_the_readme_has_the_table_of_the_results():
     results = kept()
     assert results and all(r["checked"] and "not checked" not in r["checked"] for r in results)
