@@ -46,7 +46,7 @@ def compare(args, name, contenders, unit, work, limit=None, checked="", elsewher
     checked   how it was seen that the contenders compute the same
     elsewhere {contender in a process of its own: its version}; its memory is not measured
     """
-    chosen = {n: f for n, f in contenders.items() if not args.only or n in args.only.split(",")}
+    chosen = {n: f for n, f in contenders.items() if wanted(args, n)}
     rates, seconds, peaks = ({n: [] for n in chosen} for _ in range(3))
     for run in range(-1, args.runs):        # -1: warm-up
         for n, function in chosen.items():
@@ -134,8 +134,11 @@ def ids_of(tokenizer, lengths):
     return prompts
 
 
+def wanted(args, name):
+    """Whether --only leaves a contender in."""
+    return not args.only or name in args.only.split(",")
+
+
 def peer(args, name):
     """Whether a contender is wanted and its package installed."""
-    if args.only and name not in args.only.split(","):
-        return False
-    return importlib.util.find_spec(name) is not None
+    return wanted(args, name) and importlib.util.find_spec(name) is not None

@@ -97,7 +97,7 @@ def main():
             if args.growth:
                 print(growth_table([keep(run_growth(name, args.model, args.runs), "-growth")]), flush=True)
             else:
-                more = ("--vllm", args.vllm) if args.vllm and name in ("G8", "G64", "R16") else ()
+                more = ("--vllm", args.vllm) if args.vllm and WORKLOADS[name][0] == "generate.py" else ()
                 print("\n".join(table([keep(run(name, args.model, args.runs, *more))]).splitlines()[2:]), flush=True)
     print(table(kept()))
     if growth := kept(growth=True):
