@@ -139,6 +139,6 @@ def wanted(args, name):
     return not args.only or name in args.only.split(",")
 
 
-def peer(args, name):
-    """Whether a contender is wanted and its package installed."""
-    return wanted(args, name) and importlib.util.find_spec(name) is not None
+def peer(args, package, name=None):
+    """Whether a contender (named as its package, if not otherwise) is wanted and its package installed."""
+    return wanted(args, name or package) and importlib.util.find_spec(package) is not None

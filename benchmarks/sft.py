@@ -1,5 +1,6 @@
-"""SFT: 8 ragged sequences of 64 to 512 tokens, loss on the completion (the second half), one update. Against TRL's SFTTrainer.
+"""SFT: 8 ragged sequences of 64 to 512 tokens, loss on the completion (the second half), one update.
 
+Against TRL's SFTTrainer, once with its batch of 8, padded, and once with 8 batches of one whose gradients accumulate.
 Checked: loss and gradient agree.
 """
 import torch
@@ -34,16 +35,18 @@ def main():
         update(model, optimizer, 1e-9)
 
     contenders, checked = {"ours": ours}, "not checked: no peer"
-    if peer(args, "trl"):
+    forms = {name: rows for name, rows in {"trl-padded": 8, "trl-one-by-one": 1}.items() if peer(args, "trl", name)}
+    if forms:
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import SFTConfig, SFTTrainer
         from trl_peer import SETTINGS, update_contender
         theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         rows = [{"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2:]} for ids in sequences]
-        trainer = SFTTrainer(model=theirs, args=SFTConfig(per_device_train_batch_size=8, max_length=None, **SETTINGS),
-                             train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(args.model))
-        contenders["trl"], checked = update_contender(trainer, rows, model, gradient)
+        trainer = SFTTrainer(model=theirs, args=SFTConfig(max_length=None, **SETTINGS), train_dataset=Dataset.from_list(rows),
+                             processing_class=AutoTokenizer.from_pretrained(args.model))
+        for name, at_once in forms.items():
+            contenders[name], checked = update_contender(trainer, rows, model, gradient, at_once, targets)
     tokens, parameters = sum(map(len, sequences)), sum(p.numel() for p in model.parameters())
     limit = ("6 FLOP a parameter and token at the measured peak", flops() / (6 * parameters))
     compare(args, "SFT", contenders, "tok", tokens, limit, checked)

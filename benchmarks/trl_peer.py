@@ -44,17 +44,23 @@ def updater(trainer):
     return step
 
 
-def update_contender(trainer, rows, model, gradient):
+def update_contender(trainer, rows, model, gradient, at_once=None, total=None):
     """A trainer's update on one batch -> (function that makes it, how it was seen to compute what ours does).
 
     model, gradient: ours, and the function that leaves its gradient and returns its loss.
+    at_once: rows a forward, whose gradients accumulate [all]; total: targets of all rows, which its losses are divided by.
     """
-    batch, step = trainer.data_collator(rows), updater(trainer)
+    at_once = at_once or len(rows)
+    batches = [trainer.data_collator(rows[i:i + at_once]) for i in range(0, len(rows), at_once)]
+    step = updater(trainer)
 
     def backward():
-        loss = trainer.compute_loss(trainer.model, dict(batch))
-        loss.backward()
-        return loss.item()
+        losses = []
+        for batch in batches:
+            loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=total)
+            loss.backward()
+            losses.append(loss.item())
+        return sum(losses)
 
     def trl():
         trainer.model.train()
