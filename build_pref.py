@@ -12,15 +12,15 @@ with its --out: every finished call is in journal.jsonl and is not asked again.
 import json
 from dataclasses import dataclass
 
-from escrag_min.args import check, option, parse, run_script
-from escrag_min.checkpoint import write_json
 from escrag_min.data import SAMPLES, write_jsonl
-from escrag_min.journal import Journal
-from escrag_min.llm import open_writer
+from escrag_min.model.checkpoint import write_json
 from escrag_min.preference import RULES, collect
 from escrag_min.roleplay import build, read_cards
-from escrag_min.runs import resumable_folder
-from escrag_min.scripted import scripted_writer
+from escrag_min.runtime.args import check, option, parse, run_script
+from escrag_min.runtime.runs import resumable_folder
+from escrag_min.writers.journal import Journal
+from escrag_min.writers.llm import open_writer
+from escrag_min.writers.scripted import scripted_writer
 
 
 @dataclass

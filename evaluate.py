@@ -34,13 +34,10 @@ from pathlib import Path
 
 import torch
 
-from escrag_min import evaluation, plots, sheet, show
-from escrag_min.args import about, add_options, check, option, run_script
 from escrag_min.chat import Tokenizer
-from escrag_min.checkpoint import write_json
 from escrag_min.data import SAMPLES, read_finished, read_records, write_jsonl
-from escrag_min.decoding import pack_weights
-from escrag_min.evaluation import (
+from escrag_min.evaluation import plots, sheet, show, tables
+from escrag_min.evaluation.tables import (
     against_above,
     compare_table,
     judge_table,
@@ -51,16 +48,19 @@ from escrag_min.evaluation import (
     read_responses,
     summarise,
 )
-from escrag_min.journal import Journal
 from escrag_min.judging import DEFAULT_METRICS, METRICS, reply_statistics
-from escrag_min.parallel import frozen_dtype, load
+from escrag_min.model.checkpoint import write_json
+from escrag_min.model.decoding import pack_weights
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import load_reward_model, score_replies
 from escrag_min.rollout import two_pass_rollout
-from escrag_min.runs import resumable_folder
+from escrag_min.runtime.args import about, add_options, check, option, run_script
+from escrag_min.runtime.distributed import frozen_dtype, load
+from escrag_min.runtime.optimizer import check_positions, derived_seed
+from escrag_min.runtime.runs import resumable_folder
 from escrag_min.safety import HELP_TEXT, NOTICE, crisis_signal
-from escrag_min.training import check_positions, derived_seed
+from escrag_min.writers.journal import Journal
 
 
 @dataclass
@@ -244,7 +244,7 @@ def judge_file(args):
     """Score a responses file: raw scores and a table like the paper's Table 1."""
     records = read_responses(args.responses)
     out, judge, journal, metrics = start_judging(args, "judge")
-    scored = evaluation.judge(records.values(), judge, journal, metrics)
+    scored = tables.judge(records.values(), judge, journal, metrics)
     write_jsonl(out / "scores.jsonl", scored)
     summary = {"judge": judge.name, **summarise(scored, metrics), "text": reply_statistics(list(records.values()))}
     write_json(out / "summary.json", summary)
@@ -256,7 +256,7 @@ def compare_files(args):
     check(args.a and args.b, "--a and --b: name two responses files")
     a, b = read_responses(args.a), read_responses(args.b)
     out, judge, journal, _ = start_judging(args, "compare")
-    rows, summary = evaluation.compare(a, b, judge, journal)
+    rows, summary = tables.compare(a, b, judge, journal)
     write_jsonl(out / "verdicts.jsonl", rows)
     write_json(out / "summary.json", {"judge": judge.name, **summary})
     print(compare_table(summary) + f"\njudge: {judge.name}; wrote {out}")
@@ -281,7 +281,7 @@ def climb_ladder(args):
                                                     "temperature", "batch_size", "seed")}
             respond(Respond(model=folder, retrieve=n, out=str(file), **shared))
         records = read_responses(file)
-        scored[name] = evaluation.judge(records.values(), judge, journal, metrics, f"{file.stem}/")
+        scored[name] = tables.judge(records.values(), judge, journal, metrics, f"{file.stem}/")
         table.append({"name": name, "n_exemplars": n, "checkpoint": folder, "summary": summarise(scored[name], metrics),
                       "text": reply_statistics(list(records.values()))})
     ladder = [r for r in table if not r["name"].startswith("full, n=")]

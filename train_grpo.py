@@ -30,13 +30,17 @@ from dataclasses import dataclass
 
 import torch
 
-from escrag_min.args import check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
 from escrag_min.grpo import group_advantages, grpo_loss, token_weights
-from escrag_min.memory import checkpointed
+from escrag_min.model.tiny import model_or_tiny, tiny_reward_model
 from escrag_min.packing import pack, split_into_packs
-from escrag_min.parallel import (
+from escrag_min.qwen2 import Qwen2
+from escrag_min.retrieval import open_index
+from escrag_min.reward import load_reward_model, score_replies
+from escrag_min.rollout import shortest_prompt, two_pass_rollout
+from escrag_min.runtime.args import check, option, run_script
+from escrag_min.runtime.distributed import (
     backward,
     compute_dtype,
     default_device,
@@ -53,14 +57,18 @@ from escrag_min.parallel import (
     total,
     world,
 )
-from escrag_min.presets import parse_run
-from escrag_min.qwen2 import Qwen2
-from escrag_min.retrieval import open_index
-from escrag_min.reward import load_reward_model, score_replies
-from escrag_min.rollout import shortest_prompt, two_pass_rollout
-from escrag_min.runs import Run, RunArgs
-from escrag_min.tiny import model_or_tiny, tiny_reward_model
-from escrag_min.training import batch_indices, check_batch, check_positions, learning_rate, make_optimizer, step_generator, update
+from escrag_min.runtime.memory import checkpointed
+from escrag_min.runtime.optimizer import (
+    batch_indices,
+    check_batch,
+    check_positions,
+    learning_rate,
+    make_optimizer,
+    step_generator,
+    update,
+)
+from escrag_min.runtime.presets import parse_run
+from escrag_min.runtime.runs import Run, RunArgs
 
 
 @dataclass

@@ -15,17 +15,37 @@ from dataclasses import dataclass
 
 import torch
 
-from escrag_min.args import about, check, option, run_script
 from escrag_min.chat import Tokenizer, split_think
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
-from escrag_min.memory import checkpointed
+from escrag_min.model.tiny import model_or_tiny
 from escrag_min.packing import pack, split_into_packs
-from escrag_min.parallel import backward, compute_dtype, default_device, even, first, gather, load, say, share, total, world
-from escrag_min.presets import parse_run
 from escrag_min.reward import RewardModel, bradley_terry_loss, reward_tree
-from escrag_min.runs import Run, RunArgs
-from escrag_min.tiny import model_or_tiny
-from escrag_min.training import batch_indices, check_batch, check_positions, check_trees, learning_rate, make_optimizer, update
+from escrag_min.runtime.args import about, check, option, run_script
+from escrag_min.runtime.distributed import (
+    backward,
+    compute_dtype,
+    default_device,
+    even,
+    first,
+    gather,
+    load,
+    say,
+    share,
+    total,
+    world,
+)
+from escrag_min.runtime.memory import checkpointed
+from escrag_min.runtime.optimizer import (
+    batch_indices,
+    check_batch,
+    check_positions,
+    check_trees,
+    learning_rate,
+    make_optimizer,
+    update,
+)
+from escrag_min.runtime.presets import parse_run
+from escrag_min.runtime.runs import Run, RunArgs
 
 PAIRS_SCORED = 256      # ours
 

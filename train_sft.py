@@ -17,12 +17,16 @@ from dataclasses import dataclass
 
 import torch
 
-from escrag_min.args import about, check, option, run_script
 from escrag_min.chat import Tokenizer
 from escrag_min.data import SAMPLES, read_records, split_by_dialogue
-from escrag_min.memory import checkpointed
+from escrag_min.model.tiny import model_or_tiny
 from escrag_min.packing import pack, split_into_packs
-from escrag_min.parallel import (
+from escrag_min.prompts import fitted_ids, policy_prompt
+from escrag_min.qwen2 import Qwen2
+from escrag_min.retrieval import open_index
+from escrag_min.rollout import first_pass
+from escrag_min.runtime.args import about, check, option, run_script
+from escrag_min.runtime.distributed import (
     backward,
     compute_dtype,
     default_device,
@@ -37,15 +41,8 @@ from escrag_min.parallel import (
     total,
     world,
 )
-from escrag_min.presets import parse_run
-from escrag_min.prompts import fitted_ids, policy_prompt
-from escrag_min.qwen2 import Qwen2
-from escrag_min.retrieval import open_index
-from escrag_min.rollout import first_pass
-from escrag_min.runs import Run, RunArgs
-from escrag_min.sft import sft_loss, sft_weights
-from escrag_min.tiny import model_or_tiny
-from escrag_min.training import (
+from escrag_min.runtime.memory import checkpointed
+from escrag_min.runtime.optimizer import (
     batch_indices,
     check_batch,
     check_positions,
@@ -55,6 +52,9 @@ from escrag_min.training import (
     step_generator,
     update,
 )
+from escrag_min.runtime.presets import parse_run
+from escrag_min.runtime.runs import Run, RunArgs
+from escrag_min.sft import sft_loss, sft_weights
 
 
 @dataclass

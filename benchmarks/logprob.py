@@ -7,7 +7,7 @@ import torch
 from common import compare, flops, options
 from torch.utils.checkpoint import checkpoint
 
-from escrag_min.checkpoint import read_config
+from escrag_min.model.checkpoint import read_config
 from escrag_min.logprob import token_logprobs
 
 WORDS = 151936

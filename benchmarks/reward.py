@@ -9,7 +9,7 @@ from common import compare, flops, ids_of, options, peer
 from escrag_min.chat import Tokenizer
 from escrag_min.packing import pack
 from escrag_min.reward import RewardModel, bradley_terry_loss
-from escrag_min.training import make_optimizer, update
+from escrag_min.runtime.optimizer import make_optimizer, update
 
 PAIRS = 4
 

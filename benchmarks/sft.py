@@ -10,7 +10,7 @@ from escrag_min.chat import Tokenizer
 from escrag_min.packing import pack, split_into_packs
 from escrag_min.qwen2 import Qwen2
 from escrag_min.sft import sft_loss, sft_weights
-from escrag_min.training import make_optimizer, update
+from escrag_min.runtime.optimizer import make_optimizer, update
 
 
 def main():

@@ -16,7 +16,7 @@ from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel, score_replies
 from escrag_min.rollout import two_pass_rollout
-from escrag_min.training import make_optimizer, update
+from escrag_min.runtime.optimizer import make_optimizer, update
 
 GROUP, REPLY = 8, 128
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tokenizers
 
-from escrag_min.checkpoint import read_json, resolve
+from escrag_min.model.checkpoint import read_json, resolve
 
 ROLES = ("system", "user", "assistant")
 

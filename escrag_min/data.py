@@ -15,7 +15,7 @@ import random
 import re
 from pathlib import Path
 
-from escrag_min.args import check
+from escrag_min.runtime.args import check
 from escrag_min.safety import crisis_signal
 
 SAMPLES = Path(__file__).parent / "samples"

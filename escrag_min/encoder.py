@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from escrag_min.bert import BertEncoder
-from escrag_min.checkpoint import resolve
+from escrag_min.model.bert import BertEncoder
+from escrag_min.model.checkpoint import resolve
 
 
 class TfidfEncoder:

@@ -11,7 +11,7 @@ whatever N is, and time is that of one more product. The temperature is part of 
 """
 import torch
 
-from escrag_min.gradients import autocast
+from escrag_min.model.gradients import autocast
 
 CHUNK = 512     # targets whose logits exist at once
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from escrag_min.gradients import autocast, gated_down, rms_norm
-from escrag_min.kvcache import shared_attention
 from escrag_min.logprob import token_logprobs
+from escrag_min.model.gradients import autocast, gated_down, rms_norm
+from escrag_min.model.kvcache import shared_attention
 from escrag_min.packing import Packed
 
 
@@ -241,10 +241,10 @@ class Qwen2(nn.Module):
     @classmethod
     def from_pretrained(cls, path_or_hub_id, dtype=torch.float32, device="cpu", shard=None):
         """A Hugging Face folder or Hub id of any Qwen-2.5 -> Qwen2. Missing or unexpected weights are an error."""
-        from escrag_min.checkpoint import load
+        from escrag_min.model.checkpoint import load
         return load(cls, path_or_hub_id, dtype, device, shard=shard)
 
     def save_pretrained(self, path, tokenizer_from=None, dtype=None, **options):
         """Write a Hugging Face folder (see checkpoint.save)."""
-        from escrag_min.checkpoint import save
+        from escrag_min.model.checkpoint import save
         save(self, path, tokenizer_from, dtype, **options)

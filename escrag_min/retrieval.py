@@ -15,12 +15,12 @@ from pathlib import Path
 
 import faiss
 
-from escrag_min.args import check
 from escrag_min.chat import split_think
-from escrag_min.checkpoint import atomic_folder, read_json, write_json
 from escrag_min.data import read_jsonl, read_records, write_jsonl
 from escrag_min.encoder import encoder_from_json, make_encoder, unit_rows
-from escrag_min.parallel import say
+from escrag_min.model.checkpoint import atomic_folder, read_json, write_json
+from escrag_min.runtime.args import check
+from escrag_min.runtime.distributed import say
 
 
 @dataclass

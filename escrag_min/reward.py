@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from escrag_min import checkpoint
-from escrag_min.args import check
+from escrag_min.model import checkpoint
 from escrag_min.packing import pack, split_into_packs
-from escrag_min.parallel import even, frozen_dtype, load
 from escrag_min.prompts import fitted_ids, last_turn, reward_prompt
 from escrag_min.qwen2 import Body
+from escrag_min.runtime.args import check
+from escrag_min.runtime.distributed import even, frozen_dtype, load
 
 NO_REPLY_REWARD = -3.0      # ours, in standard deviations of the training replies' scores
 MAX_LENGTH = 2048           # ours, for a reward model that does not say what it was trained on

@@ -12,15 +12,15 @@ started again asks only what is missing and makes the same dialogues. preference
 """
 import re
 
-from escrag_min.args import check
 from escrag_min.chat import without_reasoning
 from escrag_min.data import STAGES, STRATEGIES, is_esconv, read_esconv, read_jsonl, text_id
-from escrag_min.journal import Request, ask
 from escrag_min.judging import DEFAULT_METRICS, PERSPECTIVES, average, by_perspective, parse_scores
 from escrag_min.preference import similarity
 from escrag_min.prompts import STEPS, candidate_prompt, client_prompt, one_line, score_prompt
+from escrag_min.runtime.args import check
+from escrag_min.runtime.optimizer import derived_seed
 from escrag_min.safety import HELP_TEXT, crisis_signal
-from escrag_min.training import derived_seed
+from escrag_min.writers.journal import Request, ask
 
 REQUIRED = ("id", "emotion_type", "problem_type", "situation", "initial_intensity")
 

@@ -11,9 +11,9 @@ assumes (ours; the paper does not say). initial="rollout" draws one for each: th
 """
 from dataclasses import asdict, dataclass
 
-from escrag_min.args import about
 from escrag_min.chat import split_think
 from escrag_min.prompts import fitted_ids, last_turn, policy_prompt
+from escrag_min.runtime.args import about
 from escrag_min.sampling import sample
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from escrag_min.decoding import packed_weights
-from escrag_min.kvcache import KVCache
+from escrag_min.model.decoding import packed_weights
+from escrag_min.model.kvcache import KVCache
 from escrag_min.packing import pack, split_into_packs
 
 PREFILL_TOKENS = 8192       # tokens a prefill pack may hold

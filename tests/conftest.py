@@ -1,17 +1,19 @@
 """What several test files share: a tiny model folder, real checkpoints where there are any, deterministic weights."""
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from escrag_min.chat import Tokenizer
+from escrag_min.model.tiny import make_tiny_model
 from escrag_min.qwen2 import Config, Qwen2
 from escrag_min.reward import RewardModel
-from escrag_min.tiny import make_tiny_model
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
+sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "experiments")]
 
 torch.set_num_threads(2)
 

@@ -1,6 +1,5 @@
+import demo
 import pytest
-
-from escrag_min import demo
 
 
 class Started(Exception):

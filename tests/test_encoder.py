@@ -10,9 +10,9 @@ from conftest import real_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from escrag_min.bert import BertEncoder
 from escrag_min.data import SAMPLES, read_records
 from escrag_min.encoder import TfidfEncoder, encoder_from_json, make_encoder
+from escrag_min.model.bert import BertEncoder
 from escrag_min.retrieval import ExemplarIndex, open_index
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "i", "hear", "you", "am", "so", "sorry", "that", "sound", "##s", "##ed", "hard", "what",

@@ -5,13 +5,13 @@ import pytest
 
 import build_pref
 from escrag_min.data import read_records
-from escrag_min.journal import Answer, Journal
 from escrag_min.judging import DEFAULT_METRICS, METRICS
-from escrag_min.llm import ScriptedWriter
 from escrag_min.preference import collect, dominates, select_pair, similarity
 from escrag_min.prompts import candidate_prompt, client_prompt, compare_prompt, policy_prompt, score_prompt, transcript
 from escrag_min.roleplay import build, client_line, named, read_cards, spoken
 from escrag_min.safety import HELP_TEXT
+from escrag_min.writers.journal import Answer, Journal
+from escrag_min.writers.llm import ScriptedWriter
 
 CARD = {"id": "c1", "emotion_type": "sadness", "problem_type": "a move", "situation": "I moved and know nobody.", "initial_intensity": 4,
         "hidden_concern": "left after a divorce", "goals": "one friend"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import ROOT, real_model, small_config, waves
 
-from escrag_min.kvcache import KVCache
+from escrag_min.model.kvcache import KVCache
 from escrag_min.packing import pack
 from escrag_min.qwen2 import Body, Qwen2, RMSNorm, grouped_attention, rotary_table, rotate
 from escrag_min.sampling import _prefill

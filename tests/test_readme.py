@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT
 
 from escrag_min.data import SAMPLES
-from escrag_min.evaluation import read_responses
-from escrag_min.sheet import draw_pairs
+from escrag_min.evaluation.sheet import draw_pairs
+from escrag_min.evaluation.tables import read_responses
 
 README = (ROOT / "README.md").read_text("utf-8")
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,7 +23,7 @@ TINY = {     # what makes a command of a page small enough for a test
     "train_rm.py": "--steps 1 --limit 8 --batch-size 2 --tokens-per-batch 1024 --max-length 1024",
     "train_grpo.py": "--steps 1 --limit 4 --prompts-per-step 1 --group-size 2 --max-new-tokens 4 --max-prompt 1000 --tokens-per-batch 1024",
     "build_pref.py": "--limit 12", "respond": "--limit 4 --max-new-tokens 12 --temperature 1", "ladder": "--limit 2 --max-new-tokens 4"}
-ELSEWHERE = ("./run demo", "./run test", "./run bench", "torchrun", "--writer", "escrag_min.export")        # in tests of their own
+ELSEWHERE = ("./run demo", "./run test", "./run bench", "torchrun", "--writer", "escrag_min.model.export")        # in tests of their own
 
 
 def commands():
@@ -57,10 +57,10 @@ def test_a_row_of_the_map_points_at_code_and_at_a_test_that_uses_it(row):
 
 def test_the_map_has_every_module_that_says_it_implements_a_section():
     code = " ".join(row[2] for row in table_rows())
-    of_the_paper = {p.name for p in (ROOT / "escrag_min").glob("*.py") if re.match(r'"""[^"]{0,120}\(paper', p.read_text("utf-8"))}
-    of_the_paper -= {"llm.py", "parallel.py", "presets.py", "safety.py", "walkthrough.py"}       # they hold no equation
+    of_the_paper = {p.name for p in (ROOT / "escrag_min").rglob("*.py") if re.match(r'"""[^"]{0,120}\(paper', p.read_text("utf-8"))}
+    of_the_paper -= {"llm.py", "distributed.py", "presets.py", "safety.py", "walkthrough.py"}       # they hold no equation
     assert len(of_the_paper) > 8
-    assert [name for name in of_the_paper if f"escrag_min/{name}" not in code] == []
+    assert [name for name in of_the_paper if f"/{name}" not in code] == []
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
@@ -74,8 +74,8 @@ def test_links_and_named_files_exist(doc):
 
 def test_the_picture_names_what_there_is():
     picture = (ROOT / "docs/method.svg").read_text("utf-8")
-    known = {p.stem for p in [*ROOT.glob("*.py"), *(ROOT / "escrag_min").glob("*.py")]}
-    names = set().union(*(defined(p.relative_to(ROOT)) for p in [*ROOT.glob("*.py"), *(ROOT / "escrag_min").glob("*.py")]))
+    known = {p.stem for p in [*ROOT.glob("*.py"), *(ROOT / "escrag_min").rglob("*.py")]}
+    names = set().union(*(defined(p.relative_to(ROOT)) for p in [*ROOT.glob("*.py"), *(ROOT / "escrag_min").rglob("*.py")]))
     said = re.findall(r'class="code"[^>]*>([^<]*)<', picture)
     assert len(said) > 12
     for words in said:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import walkthrough
 from conftest import ROOT
 from safetensors.torch import load_file
 
@@ -15,13 +16,12 @@ import evaluate
 import train_grpo
 import train_rm
 import train_sft
-from escrag_min import walkthrough
-from escrag_min.args import run_script
 from escrag_min.data import read_records
 from escrag_min.qwen2 import Qwen2
 from escrag_min.retrieval import open_index
 from escrag_min.reward import RewardModel
 from escrag_min.rollout import Response, Rollout
+from escrag_min.runtime.args import run_script
 
 SMALL = ("--batch-size", "4", "--tokens-per-batch", "2048", "--max-length", "1024")
 GRPO = ("--prompts-per-step", "2", "--group-size", "3", "--max-new-tokens", "12", "--max-prompt", "1500", "--limit", "20")

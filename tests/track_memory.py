@@ -18,17 +18,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_rm
 import train_sft
-from escrag_min import memory, parallel
 from escrag_min.packing import Packed, pack
 from escrag_min.qwen2 import Qwen2
 from escrag_min.reward import RewardModel
+from escrag_min.runtime import distributed, memory
 
 
 def main(script, size, ranks, tokens, layers):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    mesh = parallel.init_device_mesh("cpu", (ranks,))
-    parallel.init_device_mesh = lambda *shape: mesh
-    parallel.MixedPrecisionPolicy = functools.partial(          # as on a GPU
+    mesh = distributed.init_device_mesh("cpu", (ranks,))
+    distributed.init_device_mesh = lambda *shape: mesh
+    distributed.MixedPrecisionPolicy = functools.partial(          # as on a GPU
         MixedPrecisionPolicy, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     config = memory.published(size)
     config.num_hidden_layers = layers
@@ -42,7 +42,7 @@ def main(script, size, ranks, tokens, layers):
     mode = FakeTensorMode()
     with mode:
         model = (RewardModel if reward else Qwen2)(config)
-        parallel.shard(model)
+        distributed.shard(model)
         if not reward:
             model.tie_weights()
         model.model.checkpoint_blocks = True
@@ -59,7 +59,7 @@ def main(script, size, ranks, tokens, layers):
                 tracker.reset_mod_stats()
                 with torch.autocast("cpu", torch.bfloat16):
                     out = model(fake)
-                parallel.backward(out.sum())
+                distributed.backward(out.sum())
     peak = tracker.get_tracker_snapshot("peak")
     args = (train_rm if reward else train_sft).Args(tokens_per_batch=len(packed.tokens), checkpoint_blocks=True)
     planned = max(memory.totals(memory.plan_items(script, args, ranks, config)).values()) - memory.CONTEXT

@@ -24,10 +24,10 @@ from run import LADDER, ROWS, SECOND, SIDES  # noqa: E402
 
 from escrag_min.data import SAMPLES, read_jsonl, read_records  # noqa: E402
 from escrag_min.encoder import TfidfEncoder  # noqa: E402
-from escrag_min.evaluation import against_above, markdown_table, mean, number  # noqa: E402
+from escrag_min.evaluation.tables import against_above, markdown_table, mean, number  # noqa: E402
 from escrag_min.judging import (  # noqa: E402
     bootstrap_interval, correlation, ngrams, paired_bootstrap, reply_statistics, wilson_interval, words_of)
-from escrag_min.plots import matplotlib_pyplot, plot_runs  # noqa: E402
+from escrag_min.evaluation.plots import matplotlib_pyplot, plot_runs  # noqa: E402
 
 RESULTS, DOC = HERE / "results.json", ROOT / "docs/results.md"
 CURVES = ("reward", "reward_model_score", "kl", "entropy", "response_tokens", "well_formed", "truncated", "retrieval_similarity",
